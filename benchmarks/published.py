@@ -265,31 +265,30 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 
 def draw(rows: Sequence[Row], predictions: Sequence[Prediction], path: Path) -> None:
     """Draws predicted over published seconds, by hardware."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "published", "font.size": 9})
-    from matplotlib import pyplot
+    from matplotlib import style
+    from matplotlib.figure import Figure
 
     points: dict[str, list[tuple[float, float]]] = {}
     for row, prediction in zip(rows, predictions, strict=True):
         if row.get("step_seconds") and not prediction["skipped"]:
             label = re.sub(r"-\d+$", "", plan.read_row(row)[2].name.removesuffix("-hbm2e-96"))
             points.setdefault(label, []).append((row["step_seconds"], prediction["seconds"]))
-    figure, axes = pyplot.subplots(figsize=(6.4, 5.2))
-    markers = itertools.cycle("os^Dv<>PX*hd")
-    for label, pairs in sorted(points.items()):
-        axes.scatter(*zip(*pairs, strict=True), s=14, marker=next(markers), alpha=0.7, label=label)
+
     ends = [f(value for pairs in points.values() for pair in pairs for value in pair)
             for f in (min, max)]  # fmt: skip
-    axes.plot(ends, ends, color="0.4", linewidth=1)
-    for factor in (0.8, 1.25):
-        low, high = ends
-        axes.plot(ends, [factor * low, factor * high], color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", yscale="log", xlabel="published step, s", ylabel="predicted step, s")
-    axes.legend(ncols=2, frameon=False)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
+    # Whatever the user's settings of matplotlib say.
+    with style.context(["default", {"svg.hashsalt": "published", "font.size": 9}]):
+        figure = Figure(figsize=(6.4, 5.2))
+        axes = figure.subplots()
+        for (label, pairs), marker in zip(sorted(points.items()), itertools.cycle("os^Dv<>PX*hd")):
+            axes.scatter(*zip(*pairs, strict=True), s=14, marker=marker, alpha=0.7, label=label)
+        axes.plot(ends, ends, color="0.4", linewidth=1)
+        for factor in (0.8, 1.25):
+            bounds = [factor * end for end in ends]
+            axes.plot(ends, bounds, color="0.6", linewidth=0.8, linestyle=":")
+        axes.set(xscale="log", yscale="log", xlabel="published step, s", ylabel="predicted step, s")
+        axes.legend(ncols=2, frameon=False)
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

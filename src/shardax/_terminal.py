@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars on terminals, drawn by rich."""
+"""What rich draws on terminals: progress bars."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import os
 from typing import Self, TextIO
 
 
+def has_rich() -> bool:
+    """Whether rich is installed."""
+    return importlib.util.find_spec("rich") is not None
+
+
 def is_live(file: TextIO) -> bool:
     """Whether rich can redraw lines of a file's terminal."""
-    if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        return False
-    return importlib.util.find_spec("rich") is not None
+    is_plain = not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
+    return not is_plain and has_rich()
 
 
 class ProgressBar:

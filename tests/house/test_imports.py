@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("numpy",),
     ("config",),
     ("extend",),
-    ("_terminal", "_tables", "_files", "_module_scopes"),
+    ("_terminal", "_tables", "_charts", "_files", "_module_scopes"),
     ("_parallel",),
     ("nn",),
     ("bridge",),

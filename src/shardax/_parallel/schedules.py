@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
+from shardax._charts import chart_style, new_figure, svg_of
 from shardax.errors import PartitionError
 from shardax.extend import Options
 
@@ -22,6 +22,7 @@ _OPTIONS = Options(PartitionError)
 _LETTERS: Mapping[str, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 _TIMES: Mapping[str, float] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
 _COLORS = {"forward": "#8fb8de", "backward": "#8fcf9f", "input": "#8fcf9f", "weight": "#e3c27d"}
+_OPERATION_WIDTH, _ROW, _MARGIN, _LABEL = 30, 28, 70, 11  # pixels of a picture
 
 
 class Operation(NamedTuple):
@@ -394,72 +395,75 @@ class Schedule:
             stage 0  F0a F1a F0b F1b ... ... B0b --- ... B1b --- B0a --- B1a ---
             stage 1  ... F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- ... ...
         """
-        rounds = self.chunks // self.stages
-        scaled = {kind: time * rounds for kind, time in {**_TIMES, **(times or {})}.items()}
-        timed = self.simulate(scaled)
-        end = round(max(span.end for span in timed))
-        marks = [list[str]() for _ in range(self.stages)]
+        # A mark is the time of a whole stage, divided by the number of chunks in it.
+        marks = self.chunks // self.stages
+        timed = self.simulate(times)
+        width = max(len(self._label(span.operation)) for span in timed)
+        idle, goes_on = "." * width, "-" * width
+
+        rows = [list[str]() for _ in range(self.stages)]
         for span in timed:
-            row = marks[span.stage]
-            row += [".."] * (round(span.start) - len(row))
-            row += [self._label(span.operation)] + ["--"] * (round(span.end - span.start) - 1)
-        width = max(len(mark) for row in marks for mark in row)
-        wide = {"--": "-" * width, "..": "." * width}
+            row = rows[span.stage]
+            row += [idle] * (round(span.start * marks) - len(row))
+            row.append(self._label(span.operation).ljust(width))
+            row += [goes_on] * (round(span.end * marks) - len(row))
+
         numbers = f"{self.stages} stages, {self.microbatches} microbatches"
         lines = [f"{self.name}: {numbers}, idle {self.bubble_share(times):.0%}"]
-        for stage, row in enumerate(marks):
-            row += [".."] * (end - len(row))
-            cells = " ".join(wide.get(mark, mark.ljust(width)) for mark in row)
-            lines.append(f"stage {stage}  {cells}".rstrip())
+        end = max(map(len, rows))
+        for stage, row in enumerate(rows):
+            row += [idle] * (end - len(row))
+            lines.append(f"stage {stage}  {' '.join(row)}".rstrip())
         return "\n".join(lines)
 
+    @chart_style()
     def svg(self, times: Mapping[str, float] | None = None) -> str:
-        """Draws the schedule as a picture.
+        """Draws the schedule as a picture, by matplotlib.
 
         Args:
             times: As for ``simulate``.
 
         Returns:
-            The text of an SVG: a row a stage, time from left to right.
+            The text of an SVG for a page: a row a stage, time from left to right.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
 
         Example:
             >>> Schedule.gpipe(2, 2).svg()[:4]
             '<svg'
         """
         timed = self.simulate(times)
+        end = max(span.end for span in timed)
         rounds = self.chunks // self.stages
-        unit, height, left = 26 * rounds, 24, 64
-        width = left + unit * max(span.end for span in timed) + 8
-        title = f"{self.name}, idle {self.bubble_share(times):.0%}"
-        size = f'width="{width:g}" height="{height * self.stages + 30}"'
-        font = 'font-family="sans-serif" font-size="11"'
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-            f'<text x="4" y="14">{escape(title)}</text>',
-        ]
-        parts += [
-            f'<text x="4" y="{height * stage + 38}">stage {stage}</text>'
-            for stage in range(self.stages)
-        ]
-        for span in timed:
-            x, y = left + unit * span.start, height * span.stage + 22
-            length = unit * (span.end - span.start)
-            parts.append(
-                f'<rect x="{x:g}" y="{y}" width="{length - 1:g}" height="{height - 2}" '
-                f'fill="{_COLORS[span.operation.kind]}"/>'
-                f'<text x="{x + length / 2:g}" y="{y + 15}" text-anchor="middle">'
-                f"{self._label(span.operation)}</text>"
-            )
-        return "\n".join([*parts, "</svg>"])
+        figure = new_figure(
+            width=_MARGIN + _OPERATION_WIDTH * rounds * end, height=_ROW * (self.stages + 1)
+        )
+        axes = figure.subplots()
+
+        bars = axes.barh(
+            y=[span.stage for span in timed],
+            left=[span.start for span in timed],
+            width=[span.end - span.start for span in timed],
+            color=[_COLORS[span.operation.kind] for span in timed],
+            edgecolor="white",
+        )
+        labels = [self._label(span.operation) for span in timed]
+        axes.bar_label(bars, labels, label_type="center", color="black", fontsize=_LABEL)
+
+        axes.set_title(f"{self.name}, idle {self.bubble_share(times):.0%}", loc="left")
+        axes.set_xlim(0, end)
+        axes.set_xticks([])
+        axes.set_yticks(range(self.stages), [f"stage {stage}" for stage in range(self.stages)])
+        axes.tick_params(length=0)
+        axes.invert_yaxis()
+        return svg_of(figure)
 
     def _label(self, operation: Operation) -> str:
+        if self.chunks == self.stages:
+            return f"{operation}"
         turn = operation.chunk // self.stages
-        several = self.chunks > self.stages
-        return (
-            f"{operation}{chr(ord('a') + turn) if turn < 26 else turn}"
-            if several
-            else f"{operation}"
-        )
+        return f"{operation}{chr(ord('a') + turn) if turn < 26 else turn}"
 
     # --- Checks ---
 

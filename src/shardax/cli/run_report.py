@@ -43,7 +43,7 @@ def write_report(
         token: What the loss is measured for: "byte" or "token".
         sample: Text that the model wrote.
         entropy: Losses to compare by, by name.
-        pictures: SVG text by caption.
+        pictures: HTML by caption.
     """
     unit = f"nats per {token}"
     records = train.read_jsonl(result.log)
@@ -77,14 +77,14 @@ def write_report(
 
 
 def show_shardings(model: Any) -> dict[str, str]:
-    """Prints pictures of two parameters and returns them as SVG by caption."""
+    """Prints drawings of two parameters and returns them as HTML by caption."""
     by_path = {format_path(path): variable for path, variable in iter_variables(model)}
     pictures: dict[str, str] = {}
     for path in _PICTURED:
         variable = by_path[path]
         print(f"\n{path} {variable.axes} {tuple(variable.shape)} over the devices:")
         view.show_sharding(variable)
-        pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
+        pictures[f"{path} {variable.axes}"] = view.sharding_html(variable)
     return pictures
 
 

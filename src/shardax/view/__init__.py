@@ -12,7 +12,7 @@ from shardax.view.parameter_table import table as table
 from shardax.view.shardings import ShardingRow as ShardingRow
 from shardax.view.shardings import ShardingView as ShardingView
 from shardax.view.shardings import sharding as sharding
-from shardax.view.shardings import sharding_svg as sharding_svg
+from shardax.view.shardings import sharding_html as sharding_html
 from shardax.view.shardings import show_sharding as show_sharding
 from shardax.view.tabulation import Tabulation as Tabulation
 from shardax.view.tabulation import TabulationRow as TabulationRow

@@ -16,7 +16,7 @@ from shardax import Selection
 from shardax.view import figures
 from shardax.view.page import fragment, html_page, inserted_at_once
 from shardax.view.parameter_table import ParameterTable
-from shardax.view.shardings import ShardingView, sharding_text
+from shardax.view.shardings import ShardingDrawing, ShardingView
 
 
 def show(*values: Any) -> None:
@@ -76,7 +76,8 @@ def to_text(value: object) -> str:
     if isinstance(value, (ParameterTable, Selection, ShardingView)):
         return str(value)
     if isinstance(value, figures.PLACES):
-        return f"{figures.place_title(value)}\n{sharding_text(figures.example_array(value))}"
+        drawing = ShardingDrawing.of(figures.example_array(value))
+        return f"{figures.place_title(value)}\n{drawing.text()}"
     return "\n".join(figures.drawing_of(value).lines(figures.describe, figures.comment))
 
 
@@ -106,16 +107,9 @@ def to_html(value: Any, title: str | None = None) -> str:
 
 def html_fragment(value: object) -> str:
     """Returns HTML for a page or a notebook."""
-    has_treescope = _has_treescope()
-    if isinstance(value, ShardingView) and value.single and has_treescope:
-        (row,) = value.rows
-        picture = figures.sharding_html(row.array, row.axes)
-        if picture is not None:
-            caption = f"<figcaption>{escape(value.caption())}</figcaption>"
-            return fragment(f"<figure>{picture}{caption}</figure>")
     if isinstance(value, (ParameterTable, ShardingView)):
         return fragment(value.html())
-    if not has_treescope:
+    if not _has_treescope():
         return fragment(f"<pre>{escape(to_text(value))}</pre>")
     return fragment(figures.tree_html(value))
 

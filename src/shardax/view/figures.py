@@ -11,6 +11,7 @@ read.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -81,17 +82,16 @@ def describe(leaf: Drawing) -> str:
         return place_title(value)
     if not isinstance(value, Variable):
         return leaf.text
+    if leaf.is_array_attribute and leaf.is_without_value:
+        return "array"
     if leaf.is_without_value:
-        return "array" if leaf.is_array_attribute else f"{leaf.name}({_metadata_text(value)})"
+        return f"{leaf.name}({Origin.of(value).all_metadata!r})"
+
     place, text = known_sharding(value), leaf.text
     if not isinstance(place, NamedSharding):
         return text
     layout = place_title(place)
     return f"{text[:-1]}, {layout})" if text.endswith(")") else f"{text}, {layout}"
-
-
-def _metadata_text(variable: Variable) -> str:
-    return repr(Origin.of(variable).all_metadata)
 
 
 def array_text(array: Any) -> str:
@@ -178,11 +178,13 @@ class ArrayFigure:
         is_real = any(jax.numpy.issubdtype(array.dtype, kind) for kind in kinds)
         if not is_real or not 0 < array.size <= _MOST_READ:
             return head
+
         numbers = np.asarray(array)
         if array.size == 1:
             return f"{head} {numbers.reshape(())[()]}"
         if numbers.dtype == np.bool_:
             return f"{head} {np.count_nonzero(numbers):,} of {array.size:,} true"
+
         numbers = numbers.astype(np.float64)
         finite = numbers[np.isfinite(numbers)]
         nonfinite = f", {array.size - finite.size:,} not finite" if finite.size < array.size else ""
@@ -214,16 +216,14 @@ class FigureAdapter:
 
         figure = as_figure(array)
         infos: list[Any] = []
-        place = 0
+        positions = itertools.count()
         for name, size in zip(figure.names, figure.array.shape, strict=True):
-            if name is not None and not figure.positional:
-                infos.append(nda.NamedPositionlessAxisInfo(name, size))
-                continue
             if name is None:
-                infos.append(nda.PositionalAxisInfo(place, size))
+                infos.append(nda.PositionalAxisInfo(next(positions), size))
+            elif figure.positional:
+                infos.append(nda.NamedPositionalAxisInfo(next(positions), name, size))
             else:
-                infos.append(nda.NamedPositionalAxisInfo(place, name, size))
-            place += 1
+                infos.append(nda.NamedPositionlessAxisInfo(name, size))
         return tuple(infos)
 
     def get_array_data_with_truncation(
@@ -300,16 +300,6 @@ def sharding_part(array: object, names: Sequence[Any] | None) -> Any:
     return treescope.render_array_sharding(figure).treescope_part
 
 
-def sharding_html(array: Any, names: Any) -> str | None:
-    """Returns an array's sharding as HTML, or None."""
-    from treescope import figures
-
-    part = sharding_part(array, names)
-    if part is None:
-        return None
-    return figures.figure_from_treescope_rendering_part(part)._repr_html_()
-
-
 # --- trees ---
 
 
@@ -335,6 +325,7 @@ class FoldableTree:
         if drawing.first is not None:
             link = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
             return self.parts.build_one_line_tree_node(link, path)
+
         if drawing.parts is not None:
             return self.parts.build_foldable_tree_node_from_children(
                 prefix=f"{drawing.name}(",
@@ -345,6 +336,7 @@ class FoldableTree:
                 background_color=self.color(drawing.name),
                 first_line_annotation=self._comment(drawing),
             )
+
         if isinstance(value, Variable):
             return self._variable(drawing, path)
         if isinstance(value, NamedArray):
@@ -366,6 +358,7 @@ class FoldableTree:
                     label = self.parts.with_layout_mark(label, _MARKED)
                 lines.append(self.parts.siblings_with_annotations(label, node))
                 continue
+
             text = f"{child.label}{child.value!r}"
             if lines and isinstance(lines[-1], str) and len(lines[-1]) + len(text) < _WIDTH:
                 lines[-1] += f", {text}"
@@ -389,6 +382,7 @@ class FoldableTree:
             return picture or self._abbreviation(f"<{describe(drawing)}>")
         if picture is None:
             return self._line(drawing, path)
+
         line = self.parts.build_full_line_with_annotations(picture)
         for inner in line.foldables_in_this_part():  # one click is enough to see the numbers
             inner.set_expand_state(self.parts.ExpandState.EXPANDED)

@@ -1,33 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of losses and other numbers over steps, drawn by matplotlib.
-
-A picture that is scaled to a phone has texts that cannot be read there. So nothing is scaled: the
-loss is drawn for a wide page and for a narrow one, of which the style in ``page.html`` shows one,
-and the other charts are as wide as a phone. Texts are texts of the page, in its colour.
-"""
+"""Charts of losses and other numbers over steps."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import math
-import re
 from collections.abc import Mapping, Sequence
-from html import escape
+from itertools import cycle
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardax.extend import needs_package
+from shardax import _charts
+from shardax._charts import LegendEntry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Size = tuple[int, int]
 
-_COLORS = ("#8d949e", "#f28e2b", "#59a14f", "#b07aa1")  # of reference lines, in turn
-_TEXT_COLOR = "#010203"  # which nothing else has, to be replaced by the page's own
-_TEXT_PIXELS = 13
 _NARROW, _WIDE = (335, 240), (900, 340)  # sizes in pixels
+_COLORS = ("#8d949e", "#f28e2b", "#59a14f", "#b07aa1")  # of reference lines, in turn
+_LINE_WIDTH = 1.8
 _MOST_STEPS = 7  # intervals of the axis of steps
 _VALUES_WIDTH, _DIGIT_WIDTH, _GAP = 85, 8, 12  # pixels: the axis of values, a digit, a gap
 _LARGEST = 1e200  # matplotlib adds margins to what it draws, beyond the largest of floats
@@ -61,11 +53,6 @@ _OF_LOSS = (
 _LEARNING_RATE = Curve("learning rate", "learning_rate", "#59a14f")
 _GRADIENT_NORM = Curve("gradient norm", "grad_norm", "#b07aa1")
 _SPEED_COLOR, _SPEED_ENDING = "#f28e2b", "_per_second"
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def loss_chart(
@@ -110,30 +97,20 @@ def _step_chart(
     if not drawn:
         return ""
 
-    # One of several pictures is shown: the style of the page chooses by its width.
-    names = ("wide-page", "narrow-page") if len(sizes) > 1 else ("",)
-    pictures = [
-        f'<div class="{name}">{_svg(step_figure(drawn, references, size))}</div>'
-        for name, size in zip(names, sizes, strict=True)
-    ]
-
     legend = [
-        _legend_entry("dashed", _COLORS[index % len(_COLORS)], f"{name} {_number_text(value)}")
-        for index, (name, value) in enumerate(references.items())
+        LegendEntry("2px dashed", color, f"{name} {_number_text(value)}")
+        for (name, value), color in zip(references.items(), cycle(_COLORS), strict=False)
     ]
     legend += [
-        _legend_entry("solid", each.curve.color, f"{each.curve.name} {each.last_text}")
+        LegendEntry("2px solid", each.curve.color, f"{each.curve.name} {each.last_text}")
         for each in drawn
     ]
 
     count = len({step for each in drawn for step, _ in each.points})
     ends = [f"{each.curve.name} {each.last_text} at step {each.points[-1][0]:,}" for each in drawn]
-    label = escape("; ".join([f"{title} over {count:,} steps", *ends]))
-    of_unit = f'<p class="unit">{escape(unit)}</p>' if unit else ""
-    return (
-        f'<figure class="chart">{of_unit}<div role="img" aria-label="{label}">'
-        f'{"".join(pictures)}</div><ul class="legend">{"".join(legend)}</ul></figure>'
-    )
+    label = "; ".join([f"{title} over {count:,} steps", *ends])
+    figures = [step_figure(drawn, references, size) for size in sizes]
+    return _charts.chart_html(label, figures, legend, unit)
 
 
 def drawn_curves(curves: Sequence[Curve], records: Sequence[Mapping[str, Any]]) -> list[DrawnCurve]:
@@ -151,30 +128,19 @@ def drawn_curves(curves: Sequence[Curve], records: Sequence[Mapping[str, Any]]) 
     return drawn
 
 
+@_charts.chart_style()
 def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], size: Size) -> Figure:
     """Returns the matplotlib figure of curves over steps, with reference lines.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    with needs_package("A chart", "shardax[view]"):
-        from matplotlib import rc_context, ticker
-        from matplotlib.figure import Figure
+    from matplotlib import ticker
 
-    # A point of matplotlib is a pixel at 72 of them an inch. Without pyplot there is no window.
     width, height = size
-    with rc_context(
-        {
-            "font.size": _TEXT_PIXELS,
-            "axes.edgecolor": "none",
-            "axes.labelcolor": _TEXT_COLOR,
-            "xtick.color": _TEXT_COLOR,
-            "ytick.color": _TEXT_COLOR,
-        }
-    ):
-        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-        axes = figure.subplots()
-        axes.set_xlabel("step")
+    figure = _charts.new_figure(width, height)
+    axes = figure.subplots()
+    axes.set_xlabel("step")
 
     for curve, points in drawn:
         marker = "o" if curve.has_dots or len(points) == 1 else None
@@ -184,14 +150,13 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
             steps,
             values,
             color=curve.color,
-            linewidth=1.8,
+            linewidth=_LINE_WIDTH,
             marker=marker,
             markersize=5,
             clip_on=False,  # dots at the ends of the axis are whole
         )
-    for index, value in enumerate(references.values()):
-        color = _COLORS[index % len(_COLORS)]
-        axes.axhline(_bounded(value), color=color, linewidth=1.8, linestyle=(0, (4, 2.5)))
+    for value, color in zip(references.values(), cycle(_COLORS), strict=False):
+        axes.axhline(_bounded(value), color=color, linewidth=_LINE_WIDTH, linestyle=(0, (4, 2.5)))
 
     # Every number on the axis of values is whole: none is an offset from one that stands elsewhere.
     axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
@@ -208,7 +173,7 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
     axes.margins(x=0)
     axes.xaxis.set_major_locator(round_steps)
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.grid(visible=True, axis="y", color=_TEXT_COLOR, alpha=0.18)
+    axes.grid(visible=True, axis="y", color=_charts.TEXT_COLOR, alpha=0.18)
     axes.tick_params(length=0)
     return figure
 
@@ -222,27 +187,6 @@ def _tick_text(value: float, ticks: Sequence[float]) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _svg(figure: Figure) -> str:
-    """Returns a figure as an ``<svg>`` element whose texts are of the page."""
-    from matplotlib import rc_context
-
-    # The salt makes equal charts equal texts, as is the rest of a report.
-    stream = io.StringIO()
-    without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardax"}):
-        figure.savefig(stream, format="svg", transparent=True, metadata=without)
-    svg = stream.getvalue()[stream.getvalue().index("<svg") :]
-
-    # matplotlib's points become pixels, and its font the page's. Its rule for all elements would be
-    # one for the whole page, where names of elements would stand several times.
-    svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg, count=2)
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="(?:figure|axes|patch|matplotlib|xtick|ytick|line2d|text)[\w.]*"', "", svg)
-    svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg)
-    svg = svg.replace("<svg ", '<svg aria-hidden="true" ', 1)
-    return svg.replace(_TEXT_COLOR, "currentColor")
-
-
 def _bounded(value: float) -> float:
     return min(max(value, -_LARGEST), _LARGEST)
 
@@ -252,7 +196,3 @@ def _number_text(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3e}"
     return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else f"{value:.2e}"
-
-
-def _legend_entry(line: str, color: str, text: str) -> str:
-    return f'<li><i style="border-top:2px {line} {color}"></i>{escape(text)}</li>'

@@ -139,6 +139,7 @@ def _own_operations(inside: Computation, instruction: Instruction) -> float:
         return size * is_floating
     if instruction.opcode == "reduce" and operands:
         return math.prod(operands[0]) * is_floating
+
     if instruction.opcode == "reduce-window":
         window = _WINDOW.search(instruction.attributes)
         each_window = math.prod(map(int, window[1].split("x"))) if window else 0

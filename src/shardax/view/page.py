@@ -14,9 +14,10 @@ from pathlib import Path
 from string import Template
 from types import MappingProxyType
 
+from shardax._charts import NO_CHARTS, has_matplotlib
 from shardax._files import write_whole
 from shardax._tables import facts_html
-from shardax.view.loss_chart import can_draw, loss_chart, other_charts
+from shardax.view.loss_chart import loss_chart, other_charts
 from shardax.view.parameter_table import ParameterTable
 
 _FRAGMENT = """
@@ -25,12 +26,6 @@ body[data-jp-theme-light="false"] .shardax-view treescope-container,
 body.vscode-dark .shardax-view treescope-container,
 html[theme="dark"] .shardax-view treescope-container { filter: invert(0.906) hue-rotate(180deg); }
 """
-
-
-_NO_CHARTS = (
-    "<p>Charts are drawn by matplotlib, which is not installed: "
-    "<code>pip install 'shardax[view]'</code> brings it.</p>"
-)
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
@@ -76,7 +71,7 @@ def write_report(
         title: Heading.
         summary: Facts to list first, by name.
         parameters: The layout table.
-        pictures: SVG text by caption (``sharding_svg``).
+        pictures: HTML by caption (``sharding_html``).
         records: Log records: dicts with ``step`` and ``loss`` (training) or ``eval_loss``
             (held-out). Where they have ``learning_rate``, ``grad_norm`` or a speed, such as
             ``tokens_per_second``, there is a chart of that too.
@@ -107,11 +102,14 @@ def write_report(
         for heading, table in facts.items()
     ]
     # Everybody who trains writes a report, also without matplotlib.
-    loss = loss_chart(records, references, loss_unit) if can_draw() else _NO_CHARTS
-    others = other_charts(records) if can_draw() else []
+    loss, others = NO_CHARTS, list[str]()
+    if has_matplotlib():
+        loss = loss_chart(records, references, loss_unit)
+        others = other_charts(records)
+
     figures = "".join(
-        f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
-        for caption, svg in pictures.items()
+        f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
+        for caption, picture in pictures.items()
     )
     sections = [
         f"<h1>{escape(title)}</h1>{_facts_table(summary)}",

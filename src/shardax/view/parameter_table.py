@@ -243,6 +243,7 @@ def table(
     mesh = resolve_mesh(mesh)
     known_rules = ResolvedRules(mesh, rules).rules
     laid_out = abstract(tree, mesh, known_rules)
+
     rows: list[tuple[Path, ParameterRow]] = []
     meshes = [] if mesh is None else [mesh]
     for path, variable in iter_variables(laid_out, *filters):
@@ -250,6 +251,7 @@ def table(
             inside = jax.tree_util.keystr(key_path)
             rows.append((path, _row(path, inside, variable, struct, known_rules)))
             meshes += [] if struct.sharding is None else [struct.sharding.mesh]
+
     modules: list[ModuleRow] = []
     if inputs is not None:
         from shardax.view.operations import module_operations
@@ -265,6 +267,7 @@ def table(
             kind = type(module).__name__
             row = ModuleRow(format_path(path), kind, sizes[path], nbytes[path], flops[path])
             modules.append(row)
+
     devices = max((mesh.size for mesh in meshes), default=1)
     return ParameterTable(tuple(row for _, row in rows), devices, tuple(modules))
 
@@ -275,6 +278,7 @@ def _row(
     value, shape, sharding = variable.value, struct.shape, struct.sharding
     own_names = value.partition_axes if isinstance(value, NamedArray) else None
     names = variable.axes if own_names is None else own_names
+
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
@@ -284,6 +288,7 @@ def _row(
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()
     ]
+
     return ParameterRow(
         path=format_path(path) + inside,
         type=type(variable).__name__,

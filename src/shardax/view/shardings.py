@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings as pictures and tables, in text and HTML.
+"""Shardings as drawings and tables, in text and HTML.
 
-A picture shows which device holds which part of an array, by its *face*: the first two of its
+A drawing shows which device holds which part of an array, by its *face*: the first two of its
 dimensions that are sharded, filled up with the first ones that are not. A *cell* is a rectangle of
-the face, labelled with the devices that hold what lies behind it.
+the face, labelled with the devices that hold what lies behind it. rich draws the cells; without
+rich, a drawing is its labels alone.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,12 +24,14 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardax import Variable, abstract
 from shardax._tables import Column, DisplayTable, TableCell
+from shardax._terminal import has_rich
 from shardax.extend import (
     AnyMesh,
     Object,
     Path,
     RulesLike,
     TreeInventory,
+    align_columns,
     byte_count,
     format_path,
     mesh_axes_of,
@@ -36,13 +41,25 @@ from shardax.partition import resolve_mesh
 from shardax.view.errors import ViewError
 from shardax.view.parameter_table import format_bytes, format_shape
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
-_WIDEST, _TALLEST = 48, 9  # the most characters that a text picture takes on its own account
+_WIDEST, _TALLEST = 48, 9  # the most characters that cells of few parts are stretched to
 _MOST_WIDE, _MOST_ROWS = 98, 16  # characters and rows of cells; beyond them, cells are left out
+_SMALL_WIDE, _SMALL_ROWS = 40, 4  # the same of a drawing within a table
 _COLUMNS = (
     *(Column(head=head) for head in ("path", "shape", "dtype", "split", "shard")),
     *(Column(head=head, right=True) for head in ("copies", "bytes/device")),
 )
+
+# A drawing has the size of its page's or table's texts, and scrolls where it is wider.
+_HTML = (
+    '<pre style="margin:0;padding:0;background:none;white-space:pre;overflow-x:auto;'
+    "font:0.8em/normal Menlo,'DejaVu Sans Mono',Consolas,monospace\">{code}</pre>"
+)
+
+_NUMBERS = re.compile(r"\[(\d+(?:-\d+)?)\]")
 
 Span = tuple[int, int]
 
@@ -83,98 +100,156 @@ def spans_by_device(shape: tuple[int, ...], sharding: Any) -> dict[int, list[Spa
             parts = zip(index or (), shape, strict=True)
             spans[device.id] = [part.indices(size)[:2] for part, size in parts]
         return spans
+
+    # JAX computes indices for devices alone; here the places of a mesh are numbered in order.
     sizes = dict(sharding.mesh.shape)
     entries = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
-    for number, place in enumerate(np.ndindex(*sizes.values())):
-        at = dict(zip(sizes, place, strict=True))
+    for number, coordinates in enumerate(np.ndindex(*sizes.values())):
+        by_axis = dict(zip(sizes, coordinates, strict=True))
         spans[number] = []
         for size, entry in zip(shape, entries, strict=True):
-            axes = mesh_axes_of(entry)
-            part = 0
-            for axis in axes:  # the first varies slowest
-                part = part * sizes[axis] + at[axis]
-            step = size // math.prod(sizes[axis] for axis in axes)
-            spans[number].append((part * step, (part + 1) * step))
+            part, parts = 0, 1
+            for axis in mesh_axes_of(entry):  # the first varies slowest
+                part = part * sizes[axis] + by_axis[axis]
+                parts *= sizes[axis]
+            length = size // parts
+            spans[number].append((part * length, (part + 1) * length))
     return spans
 
 
-class _Face(NamedTuple):
-    """Two dimensions of a sharded array."""
+@dataclass(frozen=True)
+class ShardingDrawing:
+    """An array's sharding as cells of equal size, without the middle of many.
 
-    shape: tuple[int, int]  # rows, columns
-    cells: dict[tuple[Span, Span], list[int]]  # devices by spans of rows and columns
-    platform: str
-    owners: dict[int, int]  # processes by device, if there are several
+    Attributes:
+        rows: Label and rich style of each cell, row by row.
+        cell_width: Characters of a cell.
+        cell_height: Lines of a cell.
+    """
 
-    def label(self, devices: list[int]) -> str:
-        """Returns the numbers of devices, with their processes if several."""
-        by_process = groupby(devices, lambda device: self.owners.get(device, -1))
-        return "; ".join(
-            _device_numbers(list(numbers)) + (f" (process {process})" if process >= 0 else "")
-            for process, numbers in by_process
+    rows: tuple[tuple[tuple[str, str], ...], ...]
+    cell_width: int
+    cell_height: int
+
+    @classmethod
+    def of(cls, value: object, *, small: bool = False) -> ShardingDrawing:
+        """Returns the drawing of a Variable or array, a small one for a table's cell."""
+        shape, sharding = shape_and_sharding(value)
+        spans = spans_by_device(shape, sharding)
+
+        # The dimensions of the face: columns first, so that a vector is a row.
+        dimensions = range(len(shape))
+        split = [d for d in dimensions if any(part[d] != (0, shape[d]) for part in spans.values())]
+        whole = [d for d in dimensions if d not in split]
+        face = sorted([*split, *whole][:2], reverse=True)
+        width, height = [*(max(shape[d], 1) for d in face), 1, 1][:2]
+        devices_by_cell: dict[tuple[Span, Span], list[int]] = {}
+        for device in sorted(spans):
+            across, down = [*(spans[device][d] for d in face), (0, 1), (0, 1)][:2]
+            devices_by_cell.setdefault((down, across), []).append(device)
+
+        platform = "" if small else f"{platform_of(sharding)} "
+        processes = {} if is_abstract(sharding) else _processes(sharding)
+        cells: dict[tuple[Span | None, Span | None], tuple[str, str]] = {}
+        for cell, devices in devices_by_cell.items():
+            style = f"#000000 on {_COLORS[devices[0] % len(_COLORS)]}"
+            cells[cell] = (platform + _devices_text(devices, processes), style)
+
+        cell_width = 2 + max(len(label) for label, _ in cells.values())
+        most_wide, most_rows = (_SMALL_WIDE, _SMALL_ROWS) if small else (_MOST_WIDE, _MOST_ROWS)
+        most_columns = max(most_wide // (cell_width + 1), 3)
+        row_spans = _without_middle({row for row, _ in devices_by_cell}, most_rows)
+        column_spans = _without_middle({column for _, column in devices_by_cell}, most_columns)
+        left_out = ("…", "")
+        rows = tuple(
+            tuple(cells.get((row, column), left_out) for column in column_spans)
+            for row in row_spans
         )
+        if small:
+            return cls(rows, cell_width, cell_height=1)
+
+        # Few cells are stretched to the proportions of the array: a character is about twice as
+        # high as wide. The height of a cell is odd, so that the label is in the middle.
+        wide = min(_WIDEST, 2 * _TALLEST * width / height)
+        tall = min(_TALLEST, round(wide * height / width / 2)) if height > 1 else 1
+        cell_height = max(tall // len(rows) - 1, 0) // 2 * 2 + 1
+        return cls(rows, max(int(wide) // len(column_spans), cell_width), cell_height)
+
+    @property
+    def width(self) -> int:
+        """Characters of a line, with those between cells."""
+        return len(self.rows[0]) * (self.cell_width + 1) + 1
+
+    def text(self) -> str:
+        """Returns the drawing as lines of characters."""
+        if not has_rich():
+            return "\n".join(align_columns([[label for label, _ in row] for row in self.rows]))
+        return self._recorded().export_text().rstrip("\n")
+
+    def html(self) -> str:
+        """Returns the drawing as an element of HTML, with colours."""
+        if not has_rich():
+            return _HTML.format(code=escape(self.text()))
+        return self._recorded().export_html(inline_styles=True, code_format=_HTML)
+
+    def table(self) -> Table:
+        """Returns the drawing as a table of rich."""
+        from rich import box
+        from rich.align import Align
+        from rich.table import Table
+
+        table = Table(box=box.SQUARE, show_header=False, show_lines=True, padding=0)
+        for _ in self.rows[0]:
+            table.add_column(width=self.cell_width)
+        for row in self.rows:
+            cells = [
+                Align.center(label, style, vertical="middle", height=self.cell_height)
+                for label, style in row
+            ]
+            table.add_row(*cells)
+        return table
+
+    def _recorded(self) -> Any:
+        from rich.console import Console
+
+        # What is recorded has no need of a terminal, nor of the variables that describe one.
+        console = Console(
+            file=io.StringIO(),
+            width=self.width,
+            record=True,
+            color_system=None,
+            force_jupyter=False,
+        )
+        console.print(self.table())
+        return console
 
 
-def _face(value: object) -> _Face:
-    shape, sharding = shape_and_sharding(value)
-    spans = spans_by_device(shape, sharding)
-    split = [d for d, n in enumerate(shape) if any(part[d] != (0, n) for part in spans.values())]
-    dimensions = sorted([*split, *(d for d in range(len(shape)) if d not in split)][:2])
-    cells: dict[tuple[Span, Span], list[int]] = {}
-    for device in sorted(spans):
-        columns, rows = [*(spans[device][d] for d in reversed(dimensions)), (0, 1), (0, 1)][:2]
-        cells.setdefault((rows, columns), []).append(device)
-    width, height = [*(shape[d] for d in reversed(dimensions)), 1, 1][:2]
-    owners: dict[int, int] = {}
-    if not is_abstract(sharding):
-        owners = {device.id: device.process_index for device in sharding.device_set}
-    owners = owners if len(set(owners.values())) > 1 else {}
-    return _Face((height, width), dict(sorted(cells.items())), platform_of(sharding), owners)
+def _processes(sharding: Sharding) -> dict[int, int]:
+    """Processes by device, if there are several."""
+    processes = {device.id: device.process_index for device in sharding.device_set}
+    return processes if len(set(processes.values())) > 1 else {}
 
 
-def _device_numbers(devices: list[int]) -> str:
-    """Device numbers, three or more in a row as ``first-last``."""
-    texts = []
-    for _, run in groupby(enumerate(devices), lambda pair: pair[1] - pair[0]):
-        numbers = [str(number) for _, number in run]
-        texts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else numbers
-    return ",".join(texts)
+def _devices_text(devices: list[int], processes: Mapping[int, int]) -> str:
+    """Numbers of devices, three or more in a row as ``first-last``, with their processes."""
+    texts: list[str] = []
+    for process, own in groupby(devices, processes.get):
+        runs: list[str] = []
+        for _, run in groupby(enumerate(own), lambda pair: pair[1] - pair[0]):
+            numbers = [str(number) for _, number in run]
+            runs += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else numbers
+        texts.append(",".join(runs) + ("" if process is None else f" (process {process})"))
+    return "; ".join(texts)
 
 
-def sharding_text(value: object) -> str:
-    """Draws an array's sharding with characters, without the middle of many cells."""
-    face = _face(value)
-    labels = {
-        cell: f"{face.platform} {face.label(devices)}" for cell, devices in face.cells.items()
-    }
-    widest = max(len(label) for label in labels.values()) + 2
-    rows = _kept(sorted({cell[0] for cell in face.cells}), _MOST_ROWS)
-    columns = _kept(sorted({cell[1] for cell in face.cells}), max(_MOST_WIDE // (widest + 1), 3))
-    height, width = (max(size, 1) for size in face.shape)
-    # A character is about twice as high as wide.
-    wide = min(_WIDEST, 2 * _TALLEST * width / height)
-    tall = min(_TALLEST, round(wide * height / width / 2)) if height > 1 else 1
-    cell_width = max(int(wide) // len(columns), widest)
-    cell_height = max(tall // len(rows) - 1, 0) // 2 * 2 + 1  # odd: the label is in the middle
-    edges = ["─" * cell_width] * len(columns)
-    blank = "│" + "│".join([" " * cell_width] * len(columns)) + "│"
-    lines = []
-    for number, row in enumerate(rows):
-        left, middle, right = "├┼┤" if number else "┌┬┐"
-        body: list[str] = [blank] * cell_height
-        texts = ["…" if row is None or c is None else labels[row, c] for c in columns]
-        body[cell_height // 2] = "".join(f"│{text.center(cell_width)}" for text in texts) + "│"
-        lines += [left + middle.join(edges) + right, *body]
-    return "\n".join([*lines, "└" + "┴".join(edges) + "┘"])
-
-
-def _kept(spans: list[Span], most: int) -> list[Span | None]:
-    """All spans, or None in place of those left out."""
-    return list(spans) if len(spans) <= most else [*spans[: most - 2], None, spans[-1]]
+def _without_middle(spans: Collection[Span], most: int) -> list[Span | None]:
+    """Spans in order, or None in place of those left out."""
+    in_order = sorted(spans)
+    return [*in_order] if len(in_order) <= most else [*in_order[: most - 2], None, in_order[-1]]
 
 
 def show_sharding(value: object) -> None:
-    """Prints a picture of an array's sharding on the terminal.
+    """Prints a drawing of an array's sharding, in colour on a terminal.
 
     Args:
         value: A Variable or array; of more than two dimensions, its face is shown.
@@ -186,49 +261,30 @@ def show_sharding(value: object) -> None:
         │                     CPU 0                      │
         └────────────────────────────────────────────────┘
     """
-    print(sharding_text(value))  # noqa: T201 (printing is the purpose)
+    drawing = ShardingDrawing.of(value)
+    if not has_rich():
+        print(drawing.text())  # noqa: T201 (printing is the purpose)
+        return
+    from rich.console import Console
+
+    Console(width=drawing.width).print(drawing.table())
 
 
-def sharding_svg(value: object, width: int = 280, height: int = 160) -> str:
-    """Draws an array's sharding as SVG: a labelled rectangle per cell.
+def sharding_html(value: object) -> str:
+    """Draws an array's sharding as HTML: a coloured, labelled rectangle per cell.
 
     Args:
         value: A Variable or array; of more than two dimensions, its face is shown.
-        width: Width in pixels.
-        height: Height in pixels.
 
     Returns:
-        The text of an ``<svg>`` element.
+        The text of an element, whose colours are drawn by rich; without rich, of the labels alone.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
-        >>> sx.view.sharding_svg(jnp.zeros((4, 4))).count("<rect")
+        >>> sx.view.sharding_html(jnp.zeros((4, 4))).count("CPU 0")
         1
     """
-    face = _face(value)
-    down, across = (
-        pixels / max(size, 1) for pixels, size in zip((height, width), face.shape, strict=True)
-    )
-    parts = []
-    for ((top, bottom), (left, right)), devices in face.cells.items():
-        x, wide = left * across, (right - left) * across
-        y, tall = top * down, (bottom - top) * down
-        label = escape(face.label(devices))
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
-            f'fill="{_COLORS[devices[0] % len(_COLORS)]}" stroke="white">'
-            f"<title>{label}</title></rect>"
-        )
-        if 7 * len(label) > wide or tall < 14:  # no room: the label shows under the pointer
-            continue
-        parts.append(
-            f'<text x="{x + wide / 2:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="middle" '
-            f'font-size="12" fill="black">{label}</text>'
-        )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
-    )
+    return ShardingDrawing.of(value).html()
 
 
 @dataclass(frozen=True)
@@ -269,10 +325,7 @@ class ShardingRow:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of one device's part."""
-        return self._bytes(self.shard_shape)
-
-    def _bytes(self, shape: tuple[int, ...]) -> int:
-        return byte_count(shape, self.array.dtype)
+        return byte_count(self.shard_shape, self.array.dtype)
 
     @property
     def split(self) -> str:
@@ -323,7 +376,7 @@ class ShardingView:
         places = [row.array.sharding for row in self.rows]
         meshes = dict.fromkeys(mesh_text(p.mesh) for p in places if isinstance(p, NamedSharding))
         over = f"mesh {' and mesh '.join(meshes)}" if meshes else "no mesh"
-        total = sum(row._bytes(tuple(row.array.shape)) for row in self.rows)
+        total = sum(byte_count(row.array.shape, row.array.dtype) for row in self.rows)
         per_device = format_bytes(self.bytes_per_device)
         return f"{over}; {per_device} per device, {format_bytes(total)} in all"
 
@@ -340,12 +393,15 @@ class ShardingView:
     def html(self) -> str:
         """Returns a figure of one array, or a table, as HTML."""
         if self.single:
-            picture = sharding_svg(self.rows[0].array)
-            return f"<figure>{picture}<figcaption>{escape(self.caption())}</figcaption></figure>"
+            drawn = sharding_html(self.rows[0].array)
+            return f"<figure>{drawn}<figcaption>{escape(self.caption())}</figcaption></figure>"
+
         rows: list[list[str | TableCell]] = []
         for cells, array in _joined(self.rows):
-            picture = "" if array.sharding is None else sharding_svg(array, 84, 48)
-            rows.append([*cells, TableCell("", html=picture)])
+            drawn = ""
+            if array.sharding is not None:
+                drawn = ShardingDrawing.of(array, small=True).html()
+            rows.append([*cells, TableCell("", html=drawn)])
         table = DisplayTable.of([*_COLUMNS, Column(head="devices")], rows)
         return f"{table.html()}<p>{escape(self.summary())}</p>"
 
@@ -357,7 +413,7 @@ class ShardingView:
 
     def __str__(self) -> str:
         if self.single:
-            return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
+            return f"{self.caption()}\n{ShardingDrawing.of(self.rows[0].array).text()}"
         table = DisplayTable.of(_COLUMNS, [cells for cells, _ in _joined(self.rows)])
         return "\n".join([*table.lines(), self.summary()])
 
@@ -412,15 +468,18 @@ def sharding(
         if leaf.treedef is None and leaf.box is None:
             return _single(tree, mesh, rules)
         tree = {"value": tree}  # a Variable of several arrays or a box
+
+    # Without a mesh, what is not laid out yet is shown as it would be over the mesh in scope.
     leaves = planned = TreeInventory(tree if mesh is None else abstract(tree, mesh, rules)).leaves
     scope = resolve_mesh() if mesh is None else None
     if scope is not None and any(info.sharding is None for leaf in leaves for info in leaf.arrays):
         planned = TreeInventory(abstract(tree, scope, rules)).leaves
+
     rows: list[ShardingRow] = []
     for leaf, copy in zip(leaves, planned, strict=True):  # abstract copies keep the order
         for info, planned_info in zip(leaf.arrays, copy.arrays, strict=True):
-            place = planned_info.sharding if info.sharding is None else info.sharding
-            array = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place)
+            sharding = planned_info.sharding if info.sharding is None else info.sharding
+            array = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
             rows.append(ShardingRow(info.path, leaf.names_of(info), array))
     return ShardingView(tuple(rows))
 
@@ -439,27 +498,37 @@ def _joined(rows: Sequence[ShardingRow]) -> list[tuple[list[str], jax.ShapeDtype
     """Texts and array of each line, alike layers in one."""
     groups: dict[Any, list[ShardingRow]] = {}
     for row in rows:
-        pattern = tuple("#" if isinstance(step, int) else step for step in row.path)
         array = row.array
+        pattern = without_layers(format_path(row.path))
         alike = (pattern, row.axes, tuple(array.shape), array.dtype, array.sharding)
         groups.setdefault(alike, []).append(row)
+
     lines: list[tuple[list[str], jax.ShapeDtypeStruct]] = []
     for group in groups.values():
-        row, path = group[0], _joint_path([row.path for row in group])
-        size = f"{len(group)} x " * (len(group) > 1) + format_bytes(row.bytes_per_device)
+        row = group[0]
+        path = join_layers([format_path(row.path) for row in group])
+        size = format_bytes(row.bytes_per_device)
+        if len(group) > 1:
+            size = f"{len(group)} x {size}"
         array_cells = [path, format_shape(row.array.shape), str(row.array.dtype)]
         part_cells = [row.split, format_shape(row.shard_shape), str(row.copies), size]
         lines.append((array_cells + part_cells, row.array))
     return lines
 
 
-def _joint_path(paths: Sequence[Path]) -> str:
-    """One path for several with different numbers, such as ``.layers[0-1].up``."""
-    if len(paths) == 1:
-        return format_path(paths[0])
+def without_layers(text: str) -> str:
+    """Replaces the numbers of layers: ``layers[3].up`` becomes ``layers[#].up``."""
+    return _NUMBERS.sub("[#]", text)
+
+
+def join_layers(texts: Sequence[str]) -> str:
+    """Joins texts equal but for numbers of layers: ``layers[0-2].up``."""
     text = ""
-    for steps in zip(*paths, strict=True):
-        numbers = sorted(set(steps)) if isinstance(steps[0], int) else []
-        several = len(numbers) > 1
-        text += f"[{numbers[0]}-{numbers[-1]}]" if several else format_path((steps[0],))
+    for index, pieces in enumerate(zip(*map(_NUMBERS.split, texts), strict=True)):
+        if index % 2 == 0:
+            text += pieces[0]
+        else:
+            numbers = [int(number) for span in pieces for number in span.split("-")]
+            first, last = min(numbers), max(numbers)
+            text += f"[{first}]" if first == last else f"[{first}-{last}]"
     return text

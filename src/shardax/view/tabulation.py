@@ -172,6 +172,7 @@ def tabulate(
     options.check("method", method, callable(getattr(model, method, None)), "a method's name")
     fits = depth is None or (isinstance(depth, int) and depth >= 0)
     options.check("depth", depth, fits, "None or an integer of at least 0")
+
     calls = _observed_calls(model, method, args, kwargs)
     counts: Mapping[Path, int] = {}
     if flops:
@@ -179,6 +180,7 @@ def tabulate(
 
         run = _MethodCall(method, kwargs)
         counts = module_operations(model, args, run)
+
     sizes: dict[Path, dict[str, list[int]]] = {}
     for path, variable in iter_variables(abstract(model), filter):
         leaves = jax.tree.leaves(variable.value)
@@ -188,6 +190,7 @@ def tabulate(
             total = sizes.setdefault(path[:length], {}).setdefault(type(variable).__name__, [0, 0])
             total[0] += size
             total[1] += nbytes
+
     rows = []
     for path, module in iter_modules(model):
         if isinstance(module, (Rngs, RngStream)) or (depth is not None and len(path) > depth):
@@ -254,6 +257,7 @@ def _observed(kind: type[Module]) -> type[Module]:
             calls, path = _calls.get(), vars(self).get(_PLACE)
             if calls is None or path is None:
                 return method(self, *args, **kwargs)
+
             is_first = path not in calls  # also where a method calls another of this Module
             if is_first:
                 calls[path] = _ObservedCall(_inputs_text(args, kwargs), "")
@@ -264,6 +268,7 @@ def _observed(kind: type[Module]) -> type[Module]:
                 if is_first:
                     del calls[path]
                 raise
+
             first = calls[path]
             outputs = _shapes(result) if is_first else first.outputs
             kernels_so_far = {**first.kernels, **dict.fromkeys(kernels)}

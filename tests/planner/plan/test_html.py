@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardax.plan.records import Layout, Plan
+from shardax.plan.report.charts import Bar, bar_figure
 from shardax.plan.report.html import page
 from tests.planner.plan.samples import gather, sample_reports
 
@@ -82,14 +84,39 @@ def test_html_page_says_what_the_plan_says(text: str) -> None:
         assert each in said
 
 
-def test_bars_say_in_words_what_they_draw(text: str) -> None:
-    said = [a["aria-label"] for a in Reader(text).all("div") if a.get("class") == "bar"]
-    assert said[0] == (
+def labels_of_pictures(text: str) -> list[str]:
+    return [a["aria-label"] for a in Reader(text).all("div") if a.get("role") == "img"]
+
+
+def test_charts_say_in_words_what_they_draw(text: str) -> None:
+    memory, wire, time, *_ = labels_of_pictures(text)
+    assert memory.startswith(
         "fsdp 16x1: peak 9.10 GiB of 15.8 GiB: parameters 418 MiB, optimizer 836 MiB, "
-        "batch 1.00 MiB, temporaries 7.87 GiB"
+        "batch 1.00 MiB, temporaries 7.87 GiB; fsdp+tp 4x4: "
     )
-    assert said[4] == "fsdp+tp 4x4: 20.3 GB: data 7.20 GB, model 12.1 GB, data+model 1.00 GB"
-    assert said[6] == "fsdp 16x1: between 586 ms and 1.41 s, bound by memory"
+    assert "fsdp+tp 4x4: 20.3 GB: data 7.20 GB, model 12.1 GB, data+model 1.00 GB" in wire
+    assert time.startswith("fsdp 16x1: between 586 ms and 1.41 s, bound by memory; ")
+
+
+def test_page_without_matplotlib_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    read = Reader(page(Plan("tpu:v5e:4x4", sample_reports())))
+    assert "pip install 'shardax[view]'" in read.texts and read.all("svg") == []
+
+
+def test_bars_lie_where_the_figures_are() -> None:
+    bars = [
+        Bar("long " * 20, {"a": 1.0, "b": 3.0}, "4 B", "", limit=5.0),
+        Bar("short", {"a": 2.0}, "2 B", "", start=1.0),
+    ]
+    (axes,) = bar_figure(bars, {"a": "#4e79a7", "b": "#f28e2b"}).axes
+    drawn = [bar for bar in axes.patches if bar.get_alpha() is None]
+    spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in drawn]
+    assert spans == [(0.0, 1.0), (1.0, 4.0), (1.0, 3.0)]
+    assert drawn[0].get_facecolor() == drawn[2].get_facecolor() != drawn[1].get_facecolor()
+    name, *others = (text.get_text() for text in axes.texts)
+    assert name.startswith("long long") and name.endswith("…") and len(name) < 40
+    assert others == ["4 B", "short", "2 B"]
 
 
 def test_names_and_reasons_are_escaped() -> None:
@@ -119,7 +146,7 @@ def test_plan_without_compiled_layout_has_a_page() -> None:
 
 
 def test_pictures_show_the_largest_parameters_of_distinct_forms(text: str) -> None:
-    pictures = [svg["aria-label"] for svg in Reader(text).all("svg")]
+    pictures = [label for label in labels_of_pictures(text) if label.endswith(" parts")]
     assert pictures[:3] == [
         "model.layers.mlp.gate.kernel in 16 parts",
         "model.embed.embedding in 16 parts",
@@ -158,9 +185,9 @@ def test_lines_that_send_least_are_summed() -> None:
     assert "more lines of code" not in said_of(collectives=many[:25])
 
 
-def test_arrays_in_very_many_parts_are_not_drawn() -> None:
-    for devices, drawn in ((1024, 3), (2048, 1)):
-        layout = Layout("fsdp", (("embed", "data"),), (("data", devices),))
-        report = replace(sample_reports()[0], layout=layout)
-        read = Reader(page(Plan("tpu:v5e:4x4", (report,))))
-        assert (len(read.all("figure")), len(read.all("svg"))) == (3, drawn)
+def test_arrays_in_very_many_parts_are_drawn_without_their_middle() -> None:
+    layout = Layout("fsdp", (("embed", "data"),), (("data", 2048),))
+    text = page(Plan("tpu:v5e:4x4", (replace(sample_reports()[0], layout=layout),)))
+    read = Reader(text)
+    assert len(read.all("figure")) == len(labels_of_pictures(text)) == 6  # with three charts
+    assert any("device 2047" in each for each in read.texts) and "device 1000" not in text

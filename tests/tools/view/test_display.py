@@ -141,14 +141,12 @@ def test_tables_and_views_are_shown_as_they_print() -> None:
     assert table._repr_html_() == table.html()
 
 
-def test_sharding_page_has_an_interactive_picture(auto_mesh: Mesh) -> None:
+def test_sharding_page_has_a_drawing_with_its_caption(auto_mesh: Mesh) -> None:
     layer = sx.nn.Linear(4, 8, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
     view = sx.view.sharding(layer.kernel, auto_mesh, {"mlp": "model"})
     page = sx.view.to_html(view)
-    assert "treescope-container" in page
+    assert view.html() in page and "CPU 3,7" in page
     assert f"<figcaption>{view.caption().replace(chr(39), '&#x27;')}</figcaption>" in page
-    scalar = sx.view.sharding(sx.Param(jnp.float32(0)))  # which treescope cannot draw
-    assert scalar.html() in sx.view.to_html(scalar)
 
 
 def test_showing_outside_of_a_notebook_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,6 +138,21 @@ def test_loss_chart_of_every_log_has_finite_points(records: Sequence[Mapping[str
 def test_single_point_is_marked() -> None:
     (line,) = axes_of(steps(3)).lines
     assert line.get_marker() == "o"
+
+
+def test_chart_follows_no_settings_of_the_user() -> None:
+    charts = [loss_chart(RECORDS, {"bigram": 2.3738})]
+    settings: dict[str, Any] = {
+        "lines.linestyle": ":",
+        "axes.facecolor": "red",
+        "xtick.minor.visible": True,
+        "font.size": 30,
+        "svg.fonttype": "path",
+    }
+    with matplotlib.rc_context(settings):
+        charts.append(loss_chart(RECORDS, {"bigram": 2.3738}))
+        assert all(matplotlib.rcParams[name] == value for name, value in settings.items())
+    assert charts[0] == charts[1]
 
 
 def test_chart_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         title="shardax run " + "x" * 60,
         summary={"text": "Python's standard library", "model": config, "folder": "/" + "a" * 90},
         parameters=sx.view.table(sx.models.Decoder(config, rngs=sx.Rngs(0))),
-        pictures={f"kernel {'of a layer ' * 9}": sx.view.sharding_svg(jnp.zeros((2, 2)))},
+        pictures={f"kernel {'of a layer ' * 9}": sx.view.sharding_html(jnp.zeros((2, 2)))},
         records=[
             *records,
             {"step": 300_000, "eval_loss": 2.41},

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.errors import PartitionCheckError, ViewError
-from shardax.view.shardings import sharding_text
 from tests.advice import run_advice
+from tests.tools.view.drawings import text_of
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 
@@ -116,7 +116,9 @@ def test_model_html_has_row_with_picture_per_line(auto_mesh: Mesh) -> None:
     assert cells[1] == [
         ".layers[0-2].up", "8x16", "float32", "embed: data, mlp: model", "4x4", "1", "3 x 64 B",
     ]  # fmt: skip
-    assert [sum("rect" in part.tag for part in row.iter()) for row in rows] == [0, 8, 1, 4]
+    assert [len(list(row.iter("span"))) for row in rows] == [0, 8, 1, 4]
+    labels = [[span.text.strip() for span in row.iter("span") if span.text] for row in rows]
+    assert labels[1:] == [list("01234567"), ["0-7"], ["0,4", "1,5", "2,6", "3,7"]]
     assert view._repr_html_() == view.html()
     assert "<script" not in view.html()
 
@@ -134,11 +136,11 @@ def test_array_is_a_picture_with_a_caption(auto_mesh: Mesh) -> None:
     array = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(auto_mesh, P("data")))
     view = sx.view.sharding(array)
     caption = "float32[8, 8] as [4, 8] on each device, 4 copies; P('data',) over data=2, model=4"
-    assert str(view) == f"{caption}\n{sharding_text(array)}"
+    assert str(view) == f"{caption}\n{text_of(array)}"
     assert str(sx.view.sharding(sx.Param(array))) == str(view)
     figure = ElementTree.fromstring(view.html())
     assert figure[-1].text == caption
-    assert sum("rect" in part.tag for part in figure.iter()) == 2
+    assert len({span.attrib["style"] for span in figure.iter("span")}) == 2
 
 
 def test_lazy_variable_shows_future_layout(auto_mesh: Mesh) -> None:
@@ -170,24 +172,30 @@ def test_abstract_mesh_has_picture_of_concrete_one(axes: Any, spec: P) -> None:
         for where in (mesh, mesh.abstract_mesh)
     )
     labels = re.compile(r"(?:CPU|device) ([\d,-]+)")
-    assert labels.findall(sharding_text(planned)) == labels.findall(sharding_text(real))
-    assert sx.view.sharding_svg(planned) == sx.view.sharding_svg(real)
+    assert labels.findall(text_of(planned)) == labels.findall(text_of(real))
+    pages = [sx.view.sharding_html(array) for array in (planned, real)]
+    fills, labels_of_pages = (
+        [pattern.findall(page) for page in pages]
+        for pattern in (re.compile("background-color: #[0-9a-f]+"), labels)
+    )
+    assert labels_of_pages[0] == labels_of_pages[1] and set(fills[0]) == set(fills[1])
 
 
 def test_middle_devices_are_elided_on_large_meshes() -> None:
     mesh = AbstractMesh((64, 16), ("data", "model"))
     sharding = NamedSharding(mesh, P("data", "model"))
     array = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=sharding)
-    lines = sharding_text(array).splitlines()
+    lines = text_of(array).splitlines()
     assert {len(line) for line in lines} == {99}
     assert len(lines) == 2 * 16 + 1
     labels = [[text.strip() for text in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert labels[0] == [*(f"device {i}" for i in range(5)), "…", "device 15"]
     assert set(labels[-2]) == {"…"}
     assert labels[-1] == [*(f"device {1008 + i}" for i in range(5)), "…", "device 1023"]
-    assert sx.view.sharding_svg(array).count("<rect") == 1024
-    assert sx.view.sharding_svg(array).count("<text") == 0  # no room, so under the pointer only
-    assert "<title>1023</title>" in sx.view.sharding_svg(array)
+    page = sx.view.sharding_html(array)
+    assert "device 1023" in page and "device 500" not in page and "…" in page
+    (row,) = re.findall("<tr>.*?</tr>", sx.view.sharding({"large": array}).html(), re.DOTALL)[1:]
+    assert row.count("background-color") == 12 and "1023" in row and "500" not in row
 
 
 def test_sharding_refuses_what_is_not_laid_out(auto_mesh: Mesh) -> None:

@@ -329,7 +329,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as picture:
         sx.view.show_sharding(spans)
     found["picture"] = picture.getvalue()
-    found["page"] = sx.view.sharding_svg(spans)
+    found["page"] = sx.view.sharding_html(spans)
     assert sx.distributed.agree("width", {"a": 1}) == {"a": 1}
     sx.distributed.barrier("the end")
     with contextlib.suppress(sx.errors.DistributedError):

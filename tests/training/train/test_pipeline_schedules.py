@@ -83,10 +83,14 @@ def test_pictures_show_every_operation_at_its_time() -> None:
     ]
     schedule = Schedule.interleaved(2, 2, 4)
     picture = ElementTree.fromstring(schedule.svg())
-    boxes = [each for each in picture if each.tag.endswith("rect")]
-    texts = [each.text for each in picture if each.tag.endswith("text")]
-    assert len(boxes) == sum(map(len, schedule.table)) == 16
-    assert {"F0a", "F1b", "B0b", "B1a", "stage 1"} <= set(texts)
+    parts = [*picture.iter()]
+    forward = [each for each in parts if "#8fb8de" in each.attrib.get("style", "")]
+    backward = [each for each in parts if "#8fcf9f" in each.attrib.get("style", "")]
+    assert len(forward) == len(backward) == 8
+    texts = [each.text for each in parts if each.tag.endswith("text")]
+    labels = [text for text in texts if text and text[0] in "FB"]
+    assert len(labels) == sum(map(len, schedule.table)) == 16
+    assert {"F0a", "F1b", "B0b", "B1a", "stage 1", "interleaved, idle 20%"} <= set(texts)
 
 
 FORWARD, BACKWARD = ("forward", 0, 0), ("backward", 0, 0)

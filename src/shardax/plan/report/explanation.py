@@ -8,13 +8,11 @@ of layers are described once. Those of two layouts are matched by kind, mesh axe
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardax._tables import Column, DisplayTable
-from shardax.extend import did_you_mean
+from shardax.extend import align_columns, did_you_mean
 from shardax.hlo.collectives import Collective
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, LayoutReport
@@ -27,9 +25,11 @@ from shardax.plan.report.table import (
     axes_text,
     band_text,
     figure,
+    peak_text,
     quantity,
     scale,
 )
+from shardax.view.shardings import join_layers, without_layers
 
 BY = ("source", "parameter", "kind")
 
@@ -42,7 +42,6 @@ UNKNOWN = {
 
 _WIDTH = 100
 _LONGEST_NAME = 90  # of an operation: compilers join many into one
-_NUMBERS = re.compile(r"\[(\d+(?:-\d+)?)\]")
 
 
 def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -> str:
@@ -74,18 +73,18 @@ def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -
             all-reduce along data, 1 x 80.0 kB of bf16: 140 kB
     """
     group_list = groups(report, axis, by)
-    total = sum(group.wire_bytes for group in group_list)
     along = "" if axis is None else f" along {axis}"
     lines = [headline(report)]
     if report.time is None and not group_list:
         return "\n".join([*lines, report.reason or "it was not compiled, so nothing is known"])
     if not group_list:
         return "\n".join([*lines, f"nothing on the wire{along}"])
-    whole, *amounts = (
-        quantity(size, DECIMAL) for size in (total, *(group.wire_bytes for group in group_list))
-    )
-    lines.append(f"{whole} on the wire of each device in a step{along}")
+
+    total = sum(group.wire_bytes for group in group_list)
+    lines.append(f"{quantity(total, DECIMAL)} on the wire of each device in a step{along}")
+    amounts = [quantity(group.wire_bytes, DECIMAL) for group in group_list]
     widest = max(map(len, amounts))
+
     for group, amount in zip(group_list, amounts, strict=True):
         share = 100 * group.wire_bytes / total if total else 0.0
         lines += ["", f"{amount.rjust(widest)}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
@@ -100,9 +99,8 @@ def headline(report: LayoutReport) -> str:
     """Summarizes a layout in one line."""
     parts = [f"{report.layout.name} over {report.layout.mesh_text}: {report.outcome}"]
     if report.peak_bytes is not None:
-        sizes = [size for size in (report.peak_bytes, report.limit_bytes) if size is not None]
-        texts = (quantity(size, BINARY) for size in sizes)
-        parts.append(f"peak {' of '.join(texts)}")
+        parts.append(f"peak {peak_text(report)}")
+
     if expected := report.expected:
         unit, size = scale([expected.high], TIMES)
         texts = [figure(s / size) for s in (expected.seconds, expected.low, expected.high)]
@@ -112,6 +110,7 @@ def headline(report: LayoutReport) -> str:
         unit, size = scale([report.time.upper], TIMES)
         band = band_text(report.time, size)
         parts.append(f"{band} {unit} (estimate), bound by {report.time.binding}")
+
     if report.bubble_share:
         parts.append(f"pipeline idle for {report.bubble_share:.0%}")
     return "; ".join(parts)
@@ -172,14 +171,15 @@ def descriptions(members: Sequence[Collective], by: str) -> list[tuple[str, tupl
     for collective in members:
         whole = "\n".join([_sentence(collective), *_details(collective, by)])
         same_by_text.setdefault(without_layers(whole), []).append(collective)
+
+    def total(same: Sequence[Collective]) -> float:
+        return sum(collective.wire_bytes for collective in same)
+
     sentences: list[tuple[str, tuple[str, ...]]] = []
-    for same in sorted(
-        same_by_text.values(), key=lambda same: -sum(collective.wire_bytes for collective in same)
-    ):
+    for same in sorted(same_by_text.values(), key=total, reverse=True):
         sentence = _sentence(same[0])
         if len(same) > 1:
-            together = quantity(sum(collective.wire_bytes for collective in same), DECIMAL)
-            sentence = f"{len(same)} times {sentence}, {together} together"
+            sentence = f"{len(same)} times {sentence}, {quantity(total(same), DECIMAL)} together"
         details = zip(*(_details(collective, by) for collective in same), strict=True)
         sentences.append((sentence, tuple(map(join_layers, details))))
     return sentences
@@ -221,24 +221,6 @@ def _arrays_text(paths: Sequence[str]) -> str:
     for path in paths:
         same_paths.setdefault(without_layers(path), []).append(path)
     return ", ".join(map(join_layers, same_paths.values()))
-
-
-def without_layers(text: str) -> str:
-    """Replaces the numbers of layers: ``layers[3].up`` becomes ``layers[#].up``."""
-    return _NUMBERS.sub("[#]", text)
-
-
-def join_layers(texts: Sequence[str]) -> str:
-    """Joins texts equal but for numbers of layers: ``layers[0-2].up``."""
-    text = ""
-    for place, pieces in enumerate(zip(*map(_NUMBERS.split, texts), strict=True)):
-        if place % 2 == 0:
-            text += pieces[0]
-        else:
-            numbers = [int(number) for span in pieces for number in span.split("-")]
-            first, last = min(numbers), max(numbers)
-            text += f"[{first}]" if first == last else f"[{first}-{last}]"
-    return text
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
@@ -297,18 +279,15 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
     mesh = _changed(_texts(a.layout.sizes), _texts(b.layout.sizes), "-")
     if not mesh and list(a.layout.sizes) != list(b.layout.sizes):
         mesh = [("order", ", ".join(a.layout.sizes), ", ".join(b.layout.sizes))]
-    tables = [
-        (("Rules", "a", "b"), _changed(_targets(a), _targets(b), "no rule")),
-        (("Mesh", "a", "b"), mesh),
-        (("Figures", "a", "b", "b - a"), _changes(_figures(a, b))),
-        (("Wire bytes", "a", "b", "b - a"), _wire(a, b)),
-        (("Arrays", "a", "b"), _arrays(a, b)),
+
+    tables: list[list[Cells]] = [
+        [("Rules", "a", "b"), *_changed(_targets(a), _targets(b), "no rule")],
+        [("Mesh", "a", "b"), *mesh],
+        [("Figures", "a", "b", "b - a"), *_changes(_figures(a, b))],
+        [("Wire bytes", "a", "b", "b - a"), *_wire(a, b)],
+        [("Arrays", "a", "b"), *_arrays(a, b)],
     ]
-    sections = [
-        "\n".join(DisplayTable.of([Column(head=head) for head in heads], rows).lines())
-        for heads, rows in tables
-        if rows
-    ]
+    sections = ["\n".join(align_columns(rows)) for rows in tables if len(rows) > 1]
     head = f"a: {headline(a)}\nb: {headline(b)}"
     return "\n\n".join([head, *(sections or ["There is no difference."])])
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardax._tables import Column, DisplayTable
+from shardax.extend import align_columns
 from shardax.hlo import ProgramFacts
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.cost import time_band
@@ -85,16 +85,14 @@ class RunCheck:
         return max(PARTS, key=lambda part: abs(self.measured[part] - self.predicted[part]))
 
     def __str__(self) -> str:
-        rows: list[list[str]] = []
+        rows = [["", "predicted", "measured"]]
         for part in PARTS:
             measured = f"{self.measured[part]:.3f}" if self.measured else "-"
             rows.append([part, f"{self.predicted[part]:.3f}", measured])
         rows.append(["step", f"{self.predicted_seconds:.3f}", f"{self.seconds:.3f}"])
 
-        figures = [Column(head=head, right=True) for head in ("predicted", "measured")]
-        table = DisplayTable.of([Column(head=""), *figures], rows)
         title = f"Step of the layout {self.layout}, in seconds"
-        return "\n".join([title, *table.lines(), self._verdict()])
+        return "\n".join([title, *align_columns(rows, right=(1, 2)), self._verdict()])
 
     def _verdict(self) -> str:
         ratio = self.seconds / self.predicted_seconds if self.predicted_seconds else 0.0

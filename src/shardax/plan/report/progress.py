@@ -44,7 +44,7 @@ class SearchProgress:
         self._redraw()
 
     def end(self, report: LayoutReport, is_cached: bool) -> None:
-        """Records a layout's outcome; ``kept``: its program was cached."""
+        """Records a layout's outcome, and whether its program was cached."""
         self.done += 1
         self._trying.pop(report.layout.name, None)
         if report.outcome == "fits" and report.time is not None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardax._tables import Column, DisplayTable, TableCell
+from shardax._terminal import has_rich
+from shardax.extend import join_first
 from shardax.plan.errors import HardwareError, PlanFileError, TargetError
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport, TimeBand
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 
 Units = Sequence[tuple[str, float]]
+FigureOf = Callable[[LayoutReport], float | None]
 
 BINARY = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
 DECIMAL = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
@@ -109,6 +112,12 @@ def quantity(value: float, units: Units) -> str:
     return f"{figure(value / size)} {unit}"
 
 
+def peak_text(report: LayoutReport) -> str:
+    """Formats the most memory that a device needs, beside what it has; "" if it is not known."""
+    sizes = (report.peak_bytes, report.limit_bytes)
+    return " of ".join(quantity(size, BINARY) for size in sizes if size is not None)
+
+
 def axes_text(axes: Sequence[str]) -> str:
     """Names the mesh axes of a collective."""
     return "+".join(axes) or "other"
@@ -122,8 +131,9 @@ def band_text(band: TimeBand, size: float = 1.0) -> str:
 def columns_of(reports: Sequence[LayoutReport]) -> tuple[FigureColumn, ...]:
     """Returns the columns for the reports of one plan."""
     number = functools.partial(_number, reports)
-    measured = measured_label(reports)
-    # Of traced steps there is an expected time alone.
+
+    # Times have one unit, and so have bytes on the wire. Of traced steps there is an expected time
+    # alone.
     longest = [report.time.upper for report in reports if report.time]
     longest += [report.expected.high for report in reports if report.expected]
     seconds = scale(longest, TIMES)
@@ -131,79 +141,99 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[FigureColumn, ...]:
 
     def along(axes: tuple[str, ...]) -> FigureColumn:
         name = axes_text(axes)
-        sent = _compiled(lambda report: report.wire_bytes().get(axes, 0.0))
-        meaning = f"Bytes that a device sends along {name}."
-        return number(f"wire-{name}", "counted", sent, wire, f"wire {name}", meaning=meaning)
+        return number(
+            f"wire-{name}",
+            "counted",
+            lambda r: r.wire_bytes().get(axes, 0.0),
+            wire,
+            f"wire {name}",
+            meaning=f"Bytes that a device sends along {name}.",
+        )
 
     def part(key: str, head: str = "") -> FigureColumn:
         return number(key, "estimate", lambda r: getattr(r.time, key, None), [seconds], head)
 
-    band = FigureColumn(
-        key="band",
-        head="time of a step",
-        unit=seconds[0],
-        label="estimate",
-        meaning=_MEANINGS["band"],
-        text=lambda report: band_text(report.time, seconds[1]) if report.time else "-",
-        value=lambda report: report.time.middle if report.time else None,
-    )
-    # What steps of several batch sizes are compared by.
-    example = number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
-    axes = wire_axes(reports)
-    total = _compiled(lambda r: r.total_wire_bytes)
-    cross = _compiled(lambda r: r.cross_slice_bytes)
-    work = _compiled(lambda r: r.flops)
-    repeat = _compiled(lambda r: r.replicated_compute if r.program_flops else None)
-    collectives = _compiled(lambda r: len(r.collectives))
-    share = _compiled(lambda r: 100 * r.asynchronous_share if r.collectives else None)
-    idle = _compiled(lambda r: 100 * r.bubble_share)
-    columns = (
-        _words("layout", lambda r: r.layout.name),
-        _mesh(reports),
-        *(
-            [_words("settings", _settings_text)]
-            if any(report.layout.settings for report in reports)
-            else []
-        ),
+    columns = [_words("layout", lambda r: r.layout.name), _mesh(reports)]
+    if any(report.layout.settings for report in reports):
+        columns.append(_words("settings", _settings_text))
+
+    measured = measured_label(reports)
+    columns += [
         _words("fits", lambda r: _OUTCOMES.get(r.outcome, r.outcome)),
         number("peak", measured, lambda r: r.peak_bytes, BINARY),
         number("free", measured, lambda r: r.headroom_bytes, BINARY),
         number("args", "exact", _argument_bytes, BINARY),
         *_expected_columns(reports, seconds),
-        band,
-        *([example] if any(report.examples != 1 for report in reports) else []),
-        _words("bound", lambda r: r.time.binding if r.time else "-", "estimate", "bound by"),
-        *([number("wire", "counted", total, wire)] if len(axes) > 1 else []),
-        *map(along, axes),
-        *(
-            [number("cross", "counted", cross, wire, "cross-slice")]
-            if any(report.cross_slice_bytes for report in reports)
-            else []
+        number(
+            "band",
+            "estimate",
+            lambda r: r.time.middle if r.time else None,
+            [seconds],
+            "time of a step",
+            text=lambda r: band_text(r.time, seconds[1]) if r.time else "-",
         ),
-        number("collectives", "counted", collectives, [("", 1.0)], form="{:.0f}".format),
-        number("async", "counted", share, [("%", 1.0)]),
-        number("flops", "counted", work, OPERATIONS, "work"),
-        number("replicated", "counted", repeat, [("x", 1.0)], "repeat", "{:.2f}".format),
-        *(
-            [number("bubble", "exact", idle, [("%", 1.0)])]
-            if any(report.bubble_share for report in reports)
-            else []
+    ]
+    if any(report.examples != 1 for report in reports):
+        # What steps of several batch sizes are compared by.
+        columns.append(
+            number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
+        )
+    columns.append(
+        _words("bound", lambda r: r.time.binding if r.time else "-", "estimate", "bound by")
+    )
+
+    axes = wire_axes(reports)
+    if len(axes) > 1:
+        columns.append(number("wire", "counted", lambda r: r.total_wire_bytes, wire))
+    columns += map(along, axes)
+    if any(report.cross_slice_bytes for report in reports):
+        columns.append(
+            number("cross", "counted", lambda r: r.cross_slice_bytes, wire, "cross-slice")
+        )
+
+    columns += [
+        number(
+            "collectives",
+            "counted",
+            lambda r: len(r.collectives),
+            [("", 1.0)],
+            form="{:.0f}".format,
         ),
+        number(
+            "async",
+            "counted",
+            lambda r: 100 * r.asynchronous_share if r.collectives else None,
+            [("%", 1.0)],
+        ),
+        number("flops", "counted", lambda r: r.flops, OPERATIONS, "work"),
+        number(
+            "replicated",
+            "counted",
+            lambda r: r.replicated_compute if r.program_flops else None,
+            [("x", 1.0)],
+            "repeat",
+            form="{:.2f}".format,
+        ),
+    ]
+    if any(report.bubble_share for report in reports):
+        idle = _compiled(lambda r: 100 * r.bubble_share)
+        columns.append(number("bubble", "exact", idle, [("%", 1.0)]))
+    columns += [
         number("hbm", "estimate", _compiled(lambda r: r.hbm_bytes), DECIMAL, "traffic"),
         part("compute"),
         part("memory"),
         part("communication", "comm."),
         number("compile", "", lambda r: r.compile_seconds or None, [("s", 1.0)], "compiling"),
-    )
+    ]
 
     # A plan that compiled nothing has no columns of what a compiler says.
     if reports and not any(report.compiled for report in reports):
-        columns = tuple(
+        columns = [
             column
             for column in columns
             if column.key in _ALWAYS or any(column.text(report) != "-" for report in reports)
-        )
-    return columns
+        ]
+    return tuple(columns)
 
 
 _ALWAYS = ("layout", "mesh", "fits")
@@ -216,18 +246,17 @@ def _expected_columns(
     if not any(report.expected for report in reports):
         return []
     number = functools.partial(_number, reports)
+
     return [
         number(
             "expected", "estimate", lambda r: r.expected.seconds if r.expected else None, [seconds]
         ),
-        FigureColumn(
-            key="range",
-            head="range",
-            unit=seconds[0],
-            label="estimate",
-            meaning=_MEANINGS["range"],
-            text=lambda report: _range_text(report, seconds[1]),
-            value=lambda report: report.expected.high if report.expected else None,
+        number(
+            "range",
+            "estimate",
+            lambda r: r.expected.high if r.expected else None,
+            [seconds],
+            text=lambda r: _range_text(r, seconds[1]),
         ),
         number("mfu", "estimate", lambda r: 100 * r.mfu or None, [("%", 1.0)], "MFU"),
         number(
@@ -257,15 +286,18 @@ def _number(
     reports: Sequence[LayoutReport],
     key: str,
     label: str,
-    value: Callable[[LayoutReport], float | None],
+    value: FigureOf,
     units: Units,
     head: str = "",
     form: Callable[[float], str] = figure,
     meaning: str = "",
+    text: Callable[[LayoutReport], str] | None = None,
 ) -> FigureColumn:
+    if label == "counted":  # in a program, of which not every layout has one
+        value = _compiled(value)
     unit, size = scale([value(report) for report in reports], units)
 
-    def text(report: LayoutReport) -> str:
+    def text_of(report: LayoutReport) -> str:
         amount = value(report)
         return "-" if amount is None else form(amount / size)
 
@@ -275,12 +307,12 @@ def _number(
         unit=unit,
         label=label,
         meaning=meaning or _MEANINGS[key],
-        text=text,
+        text=text or text_of,
         value=value,
     )
 
 
-def _compiled(value: Callable[[LayoutReport], float | None]) -> Callable[..., float | None]:
+def _compiled(value: FigureOf) -> FigureOf:
     """A figure of the program; None for a layout without one."""
     return lambda report: value(report) if report.time else None
 
@@ -348,21 +380,15 @@ _STYLES = {"yes": "green", "no": "red", "rejected": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Note:
-    """A text about some layouts, by their names in the plan's order."""
+    """A text about some layouts, by their names in the plan's order, or about the plan."""
 
     text: str
-    layouts: tuple[str, ...]
-
-    def about(self) -> str:
-        """Names the layouts, as many as are readable."""
-        more = len(self.layouts) - _NAMED
-        listed = ", ".join(self.layouts[:_NAMED])
-        return f"{listed} and {more} more" if more > 0 else listed
+    layouts: tuple[str, ...] = ()
 
     def source(self) -> str:
         """Counts and names the layouts, in parentheses; "" for none."""
         count = f"{len(self.layouts)}: " if len(self.layouts) > 1 else ""
-        return f"({count}{self.about()})" if self.layouts else ""
+        return f"({count}{join_first(self.layouts, most=_NAMED)})" if self.layouts else ""
 
 
 def outcome_line(target: str, reports: Sequence[LayoutReport]) -> str:
@@ -392,36 +418,42 @@ def tied_with_best(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
     return ()
 
 
-def notes_of(reports: Sequence[LayoutReport]) -> list[tuple[str, tuple[Note, ...]]]:
-    """Returns reasons of outcomes, and warnings, by title, the commonest first."""
+def notes_of(plan: Plan, left_out: int = 0) -> list[tuple[str, tuple[Note, ...]]]:
+    """Returns texts below a plan's figures by title: reasons, warnings, notes, published steps.
+
+    Args:
+        plan: The plan.
+        left_out: How many of its compiled layouts have no row.
+    """
     titles = {
         "does not fit": "Does not fit",
         "rejected": "Rejected before compiling",
         "failed": "Failed to compile",
     }
-    texts_by_title = [
-        (
-            title,
-            [(report.reason.strip(), report) for report in reports if report.outcome == outcome],
-        )
-        for outcome, title in titles.items()
-    ]
-    texts_by_title.append(
-        ("Warnings", [(text, report) for report in reports for text in report.warnings])
+    notes_by_title: dict[str, tuple[Note, ...]] = {}
+    for outcome, title in titles.items():
+        reports = [report for report in plan.reports if report.outcome == outcome]
+        notes_by_title[title] = _joined((report.reason.strip(), report) for report in reports)
+    notes_by_title["Warnings"] = _joined(
+        (text, report) for report in plan.reports for text in report.warnings
     )
-    return [(title, _joined(texts)) for title, texts in texts_by_title if texts]
+
+    more = [f"{left_out} more were compiled and are not shown"] if left_out > 0 else []
+    notes_by_title["Notes"] = tuple(Note(text) for text in (*more, *plan.notes))
+    published = tuple(map(Note, published_lines(plan)))
+    notes_by_title["Published steps of models and hardware like these"] = published
+    return [(title, notes) for title, notes in notes_by_title.items() if notes]
 
 
 def _joined(texts: Iterable[tuple[str, LayoutReport]]) -> tuple[Note, ...]:
     """Joins texts equal but for numbers."""
-    first: dict[str, str] = {}
-    names: dict[str, dict[str, None]] = {}
+    groups: dict[str, tuple[str, dict[str, None]]] = {}
     for text, report in texts:
-        alike = re.sub(r"\d[\d,.]*", "#", text)
         if text:
-            first.setdefault(alike, text)
-            names.setdefault(alike, {})[report.layout.name] = None
-    notes = [Note(first[alike], tuple(names[alike])) for alike in first]
+            alike = re.sub(r"\d[\d,.]*", "#", text)
+            _, names = groups.setdefault(alike, (text, {}))
+            names[report.layout.name] = None
+    notes = [Note(text, tuple(names)) for text, names in groups.values()]
     return tuple(sorted(notes, key=lambda note: -len(note.layouts)))
 
 
@@ -438,10 +470,12 @@ def provenance_lines(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
         if where.effort == "screen":
             line += "; fast compiles show up to a fifth less memory than full ones"
         names_by_line.setdefault(line, []).append(report.layout.name)
+
+    # One compiler for all is not said of each layout.
     if len(names_by_line) < 2:
         return tuple(names_by_line)
     return tuple(
-        f"{line}: {Note('', tuple(names)).about()}" for line, names in names_by_line.items()
+        f"{line}: {join_first(names, most=_NAMED)}" for line, names in names_by_line.items()
     )
 
 
@@ -450,10 +484,10 @@ def _label_lines(reports: Sequence[LayoutReport]) -> list[str]:
     heads: dict[str, dict[str, None]] = {}
     for column in columns_of(reports) if reports else ():
         heads.setdefault(column.label, {})[column.head] = None
-    order = ["exact", "counted", "estimate"]
-    order.insert(1 if measured_label(reports) == "compiler" else 3, "compiler")
     return [
-        f"{label} ({LABELS[label]}): {', '.join(heads[label])}" for label in order if label in heads
+        f"{label} ({meaning}): {', '.join(heads[label])}"
+        for label, meaning in LABELS.items()
+        if label in heads
     ]
 
 
@@ -468,16 +502,17 @@ def render(plan: Plan, width: int = _WIDTH, top: int = _TOP) -> str:
 
 def show(plan: Plan, console: Any = None, top: int = _TOP) -> None:
     """Prints a plan on a rich console, by default standard output."""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
+    if not has_rich():
         sys.stdout.write(render(plan, top=top) + "\n")
         return
+    from rich.console import Console
+    from rich.text import Text
+
     to = Console() if console is None else console
     if not to.is_terminal:
         to.file.write(render(plan, top=top) + "\n")
         return
+
     text = Text(render(plan, to.width, top))
     text.highlight_regex(r"(?:^|\n\n)(?P<bold>.+)", style_prefix="")  # first lines of blocks
     for word, style in _STYLES.items():
@@ -542,24 +577,20 @@ def _width(column: FigureColumn, reports: Sequence[LayoutReport]) -> int:
 
 def _sections(plan: Plan, top: int) -> list[tuple[str, list[str]]]:
     """Returns the sections below the tables: titles with lines."""
-    reports = plan.reports
-    compiled = [report for report in reports if report.compiled]
-    more = len(compiled) - top
-    left_out = [f"{more} more were compiled and are not shown"] if more > 0 else []
-    tied = tied_with_best(reports)
-    tie = [f"{', '.join(tied)}: their times cannot be told apart by this model"] if tied else []
-    about = [
-        (title, [f"{' '.join(note.text.split())} {note.source()}" for note in notes])
-        for title, notes in notes_of(reports)
-    ]
-    sections = [
-        ("Ties (=)", tie),
-        *about,
-        ("Notes", [*left_out, *plan.notes]),
-        ("Published steps of models and hardware like these", published_lines(plan)),
-        ("Where the figures come from", [*provenance_lines(reports), *_label_lines(compiled)]),
-    ]
-    return [(title, lines) for title, lines in sections if lines]
+    sections: list[tuple[str, list[str]]] = []
+    if tied := tied_with_best(plan.reports):
+        text = f"{', '.join(tied)}: their times cannot be told apart by this model"
+        sections.append(("Ties (=)", [text]))
+
+    compiled = [report for report in plan.reports if report.compiled]
+    for title, notes in notes_of(plan, left_out=len(compiled) - top):
+        lines = [f"{' '.join(note.text.split())} {note.source()}" for note in notes]
+        sections.append((title, lines))
+
+    sources = [*provenance_lines(plan.reports), *_label_lines(compiled)]
+    if sources:
+        sections.append(("Where the figures come from", sources))
+    return sections
 
 
 def published_lines(plan: Plan) -> list[str]:
