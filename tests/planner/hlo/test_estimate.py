@@ -34,8 +34,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import shardax as sx
 from shardax.hlo import parse, read_program
-from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.estimate import rewritten
+from shardax.hlo.partitioner import partitioned_text
 from shardax.hlo.program import Program
 from tests.planner.hlo.cases import BATCH, CASES, HIDDEN, WIDTH
 
