@@ -115,9 +115,9 @@ def read_program(
     if program.device_count not in (devices, devices // slices):
         raise errors.other_mesh(program.device_count, mesh_text(mesh), devices)
 
-    def cost(inside: Computation, op: Instruction) -> float:
+    def cost(computation: Computation, op: Instruction) -> float:
         """What an instruction takes, to choose between the branches of a conditional."""
-        operations = own_flops(inside, op)
+        operations = own_flops(computation, op)
         base = op.opcode.removesuffix("-start")
         if base in KINDS:
             sent = wire_bytes(KINDS[base], op.bytes, groups_of(op, devices).size)
@@ -142,16 +142,16 @@ def _running(
 ) -> Iterator[tuple[Computation, Instruction, int]]:
     """Yields the instructions that run, with their computations and numbers of runs."""
     for name, count in runs.counts.items():
-        inside = program.computations[name]
-        for op in inside.instructions:
-            yield inside, op, count
+        computation = program.computations[name]
+        for op in computation.instructions:
+            yield computation, op, count
 
 
 def _products(program: Program, runs: ExecutionCounts) -> tuple[MatrixProduct, ...]:
     """Returns the matrix products of a program, equal ones merged."""
     counts: Counter[MatrixProduct] = Counter()
-    for inside, op, count in _running(program, runs):
-        product = own_product(inside, op)
+    for computation, op, count in _running(program, runs):
+        product = own_product(computation, op)
         if product is not None and product.flops:
             counts[product] += count
     merged = [dataclasses.replace(product, runs=count) for product, count in counts.items()]
@@ -211,11 +211,11 @@ def model_flops(program: Program) -> ModelFlops:
     runs = count_executions(program, own_flops)
     copies = _copies(program)
     by_dtype: dict[str, float] = {}
-    for inside, op, count in _running(program, runs):
-        flops = own_flops(inside, op)
+    for computation, op, count in _running(program, runs):
+        flops = own_flops(computation, op)
         if flops and _RECOMPUTED not in op.op_name:
-            dtype = inside.operands(op)[0].shapes[0].dtype
-            flops *= count * copies.get(inside.name, 1)
+            dtype = computation.operands(op)[0].shapes[0].dtype
+            flops *= count * copies.get(computation.name, 1)
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flops
     return ModelFlops(by_dtype, (*runs.warnings, *_uncounted(program, runs)))
 
@@ -262,14 +262,13 @@ def _uncounted(program: Program, runs: ExecutionCounts) -> list[str]:
     """Warnings of parts of a program without a known cost."""
     calls: Counter[str] = Counter()
     ragged = promoted = 0
-    for name in runs.counts:
-        for op in program.computations[name].instructions:
-            if op.opcode == "custom-call" and not is_counted(op):
-                target = op.call_target
-                if not _HELPER.fullmatch(target) or _FACTORISATION.search(target):
-                    calls[target] += 1
-            ragged += op.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
-            promoted += "_promoted," in op.attributes and op.opcode in KINDS
+    for _, op, _ in _running(program, runs):
+        if op.opcode == "custom-call" and not is_counted(op):
+            target = op.call_target
+            if not _HELPER.fullmatch(target) or _FACTORISATION.search(target):
+                calls[target] += 1
+        ragged += op.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
+        promoted += "_promoted," in op.attributes and op.opcode in KINDS
 
     warnings = [f"What {name!r} computes is not counted ({n} calls)." for name, n in calls.items()]
     if ragged:

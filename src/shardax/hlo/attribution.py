@@ -43,7 +43,7 @@ _ARITHMETIC = frozenset(
 class ValueRef(NamedTuple):
     """The result of an instruction, or an element of it."""
 
-    inside: str  # name of the computation
+    computation: str  # name of the computation
     name: str  # name of the instruction
     element: int = _ALL  # number of an element of a tuple; -1 for the whole
 
@@ -65,8 +65,8 @@ class Dataflow:
         # Of a send through the host, by its computation and its meeting, what receives; and the
         # reverse.
         self._meets: dict[tuple[str, str, str], Instruction] = {}
-        for name, inside in program.computations.items():
-            for op in inside.instructions:
+        for name, computation in program.computations.items():
+            for op in computation.instructions:
                 if op.opcode in ("send", "recv"):
                     self._meets[name, op.opcode, rendezvous(op)] = op
                 for callee in (*op.called, *op.branches):
@@ -80,7 +80,7 @@ class Dataflow:
         while pending:
             value_ref = pending.pop()
             op = self._at(value_ref)
-            if op.opcode == "parameter" and value_ref.inside == self._program.entry:
+            if op.opcode == "parameter" and value_ref.computation == self._program.entry:
                 arguments.add(int(op.operands[0]))
                 continue
 
@@ -96,13 +96,15 @@ class Dataflow:
 
     def results(self, value: ValueRef) -> frozenset[int]:
         """Returns the numbers of the program's results reached by a value."""
-        return frozenset(result.element for result in self._forwards(value) if result.inside == "")
+        return frozenset(
+            result.element for result in self._forwards(value) if result.computation == ""
+        )
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
         """Returns the nearest user with a traced operation other than a conversion."""
         for value_ref in self._forwards(value):
-            inside = self._program.computations.get(value_ref.inside)
-            for user in inside.users[value_ref.name] if inside else ():
+            computation = self._program.computations.get(value_ref.computation)
+            for user in computation.users[value_ref.name] if computation else ():
                 named = user.op_name and not user.op_name.endswith(_CONVERTS)
                 if named and user.opcode not in ("while", "call", "conditional"):
                     return user
@@ -115,13 +117,13 @@ class Dataflow:
         while pending:
             value_ref = pending.popleft()
             yield value_ref
-            for next_ref in self._after(value_ref) if value_ref.inside else ():
+            for next_ref in self._after(value_ref) if value_ref.computation else ():
                 if next_ref not in seen:
                     seen.add(next_ref)
                     pending.append(next_ref)
 
     def _at(self, value: ValueRef) -> Instruction:
-        return self._program.computations[value.inside].by_name[value.name]
+        return self._program.computations[value.computation].by_name[value.name]
 
     def _keeps(self, loop: Instruction, element: int) -> bool:
         (body,) = loop.computations("body")
@@ -140,22 +142,22 @@ class Dataflow:
 
     def _before(self, value_ref: ValueRef, op: Instruction) -> Iterator[ValueRef]:
         """Yields the direct sources of a value."""
-        inside, element = value_ref.inside, value_ref.element
+        computation, element = value_ref.computation, value_ref.element
         opcode, base = op.opcode, op.opcode.removesuffix("-start")
 
         # Tuples.
         if opcode == "get-tuple-element":
-            yield ValueRef(inside, op.operands[0], op.element)
+            yield ValueRef(computation, op.operands[0], op.element)
         elif opcode == "tuple":
             names = op.operands if element == _ALL else op.operands[element : element + 1]
-            yield from (ValueRef(inside, name) for name in names)
+            yield from (ValueRef(computation, name) for name in names)
 
         # What is given to computations, and what these give.
         elif opcode == "parameter":
             yield from self._before_parameter(value_ref, op)
         elif opcode == "while" and element != _ALL:
             if self._keeps(op, element):
-                yield ValueRef(inside, op.operands[0], element)
+                yield ValueRef(computation, op.operands[0], element)
             else:
                 yield self._root(op.computations("body")[0], element)
         elif opcode in ("fusion", "call", "async-start", "conditional"):
@@ -163,64 +165,64 @@ class Dataflow:
 
         # What travels, or goes on meanwhile.
         elif opcode.endswith(("-done", "-update")):
-            yield ValueRef(inside, op.operands[0], element)
+            yield ValueRef(computation, op.operands[0], element)
         elif opcode == "recv":
-            sender = self._meets.get((inside, "send", rendezvous(op)))
+            sender = self._meets.get((computation, "send", rendezvous(op)))
             if sender is not None:
-                yield ValueRef(inside, sender.operands[0])
+                yield ValueRef(computation, sender.operands[0])
         elif base in KINDS or base == "copy":
             names = op.operands[:1]
             if len(op.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all")):
                 names = op.operands if element == _ALL else op.operands[element:][:1]
-            yield from (ValueRef(inside, name) for name in names)
+            yield from (ValueRef(computation, name) for name in names)
 
         # Other forms and layouts.
         elif opcode in _CARRIES_FIRST:
-            yield ValueRef(inside, op.operands[0], element)
+            yield ValueRef(computation, op.operands[0], element)
         elif opcode in _CARRIES_SEVERAL:
             names = {"select": op.operands[1:], "concatenate": op.operands}
-            yield from (ValueRef(inside, name) for name in names.get(opcode, op.operands[:2]))
+            yield from (ValueRef(computation, name) for name in names.get(opcode, op.operands[:2]))
 
     def _before_parameter(self, value_ref: ValueRef, op: Instruction) -> Iterator[ValueRef]:
         element = value_ref.element
-        for outside, caller in self._callers.get(value_ref.inside, []):
+        for outside, caller in self._callers.get(value_ref.computation, []):
             if caller.opcode == "while":
                 yield ValueRef(outside, caller.operands[0], element)
                 if element != _ALL and not self._keeps(caller, element):
                     yield self._root(caller.computations("body")[0], element)
             elif caller.opcode == "conditional":  # its first operand chooses the branch
-                branch = caller.branches.index(value_ref.inside)
+                branch = caller.branches.index(value_ref.computation)
                 yield ValueRef(outside, caller.operands[branch + 1], element)
             else:
                 yield ValueRef(outside, caller.operands[int(op.operands[0])], element)
 
     def _after(self, value_ref: ValueRef) -> Iterator[ValueRef]:
         """Yields the direct destinations of a value; results are in computation ""."""
-        inside = self._program.computations[value_ref.inside]
-        op = inside.by_name[value_ref.name]
-        if op is inside.root:
-            yield from self._after_root(value_ref, inside)
+        computation = self._program.computations[value_ref.computation]
+        op = computation.by_name[value_ref.name]
+        if op is computation.root:
+            yield from self._after_root(value_ref, computation)
         if op.opcode == "send":
-            receiver = self._meets.get((value_ref.inside, "recv", rendezvous(op)))
+            receiver = self._meets.get((value_ref.computation, "recv", rendezvous(op)))
             if receiver is not None:
-                yield ValueRef(value_ref.inside, receiver.name)
-        for user in inside.users[value_ref.name]:
+                yield ValueRef(value_ref.computation, receiver.name)
+        for user in computation.users[value_ref.name]:
             yield from self._into(value_ref, op, user)
 
-    def _after_root(self, value_ref: ValueRef, inside: Computation) -> Iterator[ValueRef]:
+    def _after_root(self, value_ref: ValueRef, computation: Computation) -> Iterator[ValueRef]:
         element = value_ref.element
-        if inside.name == self._program.entry:
+        if computation.name == self._program.entry:
             yield ValueRef("", "", max(element, 0))
-        for outside, caller in self._callers.get(inside.name, []):
+        for outside, caller in self._callers.get(computation.name, []):
             if caller.opcode != "while":
                 yield ValueRef(outside, caller.name, element)
-            elif inside.name in caller.computations("body"):
+            elif computation.name in caller.computations("body"):
                 yield ValueRef(outside, caller.name, element)
                 yield self._state(caller, element)
 
     def _into(self, value_ref: ValueRef, op: Instruction, user: Instruction) -> Iterator[ValueRef]:
         """Yields where a user puts a value."""
-        inside, element = value_ref.inside, value_ref.element
+        computation, element = value_ref.computation, value_ref.element
         opcode, base = user.opcode, user.opcode.removesuffix("-start")
         numbers = [number for number, name in enumerate(user.operands) if name == op.name]
         is_first = numbers[0] == 0
@@ -229,10 +231,10 @@ class Dataflow:
 
         # Tuples.
         if opcode == "tuple":
-            yield from (ValueRef(inside, user.name, number) for number in numbers)
+            yield from (ValueRef(computation, user.name, number) for number in numbers)
         elif opcode == "get-tuple-element":
             if element in (_ALL, user.element):
-                yield ValueRef(inside, user.name)
+                yield ValueRef(computation, user.name)
 
         # Into computations.
         elif opcode in ("fusion", "call", "async-start"):
@@ -244,19 +246,19 @@ class Dataflow:
 
         # What travels, goes on meanwhile, or has another form and layout.
         elif opcode == "send" and is_first:
-            yield ValueRef(inside, user.name)
+            yield ValueRef(computation, user.name)
         elif base in KINDS and len(user.operands) > 1:
-            yield from (ValueRef(inside, user.name, number) for number in numbers)
+            yield from (ValueRef(computation, user.name, number) for number in numbers)
         elif opcode.endswith(("-done", "-update")) or base in KINDS or base in _CARRIES_FIRST:
             if is_first and opcode != "broadcast":
-                yield ValueRef(inside, user.name, element)
+                yield ValueRef(computation, user.name, element)
         elif opcode in _CARRIES_SEVERAL:
             if opcode != "dynamic-update-slice" or numbers[0] < 2:
-                yield ValueRef(inside, user.name)
+                yield ValueRef(computation, user.name)
 
         # Arithmetic of arrays of one size.
         elif is_arithmetic and _size(user) == _size(op, element):
-            yield ValueRef(inside, user.name)
+            yield ValueRef(computation, user.name)
 
 
 def _size(op: Instruction, element: int = _ALL) -> int:
@@ -291,9 +293,9 @@ class _Attribution:
 
     def attributed(self, located: LocatedCollective) -> Collective:
         """Returns the collective with its parameters, origin and reason."""
-        inside, op, collective, numbers = located
-        flow, value = self._flow, ValueRef(inside.name, op.name)
-        sources = [flow.sources(ValueRef(inside.name, op.operands[n])) for n in numbers]
+        computation, op, collective, numbers = located
+        flow, value = self._flow, ValueRef(computation.name, op.name)
+        sources = [flow.sources(ValueRef(computation.name, op.operands[n])) for n in numbers]
         computed = [instruction for source in sources for instruction in source.computed]
 
         # Parameters that travel as they are.

@@ -124,7 +124,7 @@ def rendezvous(op: Instruction) -> str:
 class LocatedCollective(NamedTuple):
     """A collective in its place."""
 
-    inside: Computation
+    computation: Computation
     instruction: Instruction  # that says what is sent
     collective: Collective
     numbers: tuple[int, ...]  # of its operands, those that travel
@@ -140,15 +140,17 @@ def find_collectives(
     """Finds the collectives of a program, in the order of the text."""
     _check_reached(program)
     finder = _CollectiveFinder(program, runs, mesh, slices, device_ids)
-    running = [inside for name, inside in program.computations.items() if name in runs.counts]
-    return tuple(collective for inside in running for collective in finder.find(inside))
+    running = [
+        computation for name, computation in program.computations.items() if name in runs.counts
+    ]
+    return tuple(collective for computation in running for collective in finder.find(computation))
 
 
 def _check_reached(program: Program) -> None:
     """Raises if a computation with a collective is not known to run."""
     reached = program.reached([program.entry])
-    for name, inside in program.computations.items():
-        for op in inside.instructions if name not in reached else ():
+    for name, computation in program.computations.items():
+        for op in computation.instructions if name not in reached else ():
             if op.opcode.removesuffix("-start") in {*KINDS, "send"}:
                 raise errors.unreached_collective(op, name)
 
@@ -166,29 +168,29 @@ class _CollectiveFinder:
         self._begun: set[str | None] = set()  # channels of collectives that a fusion begins
         # By a computation's name, what runs it as a fusion or meanwhile, and where that stands.
         self._callers: dict[str, tuple[Computation, Instruction]] = {}
-        for inside in self.program.computations.values():
-            for op in inside.instructions:
-                if op.opcode in KINDS and _begins(inside, op):
+        for computation in self.program.computations.values():
+            for op in computation.instructions:
+                if op.opcode in KINDS and _begins(computation, op):
                     self._begun.add(op.attribute("channel_id"))
                 if op.opcode == "fusion" or op.opcode.endswith("-start"):
-                    self._callers |= dict.fromkeys(op.called, (inside, op))
+                    self._callers |= dict.fromkeys(op.called, (computation, op))
 
-    def find(self, inside: Computation) -> Iterator[LocatedCollective]:
-        for op in inside.instructions:
+    def find(self, computation: Computation) -> Iterator[LocatedCollective]:
+        for op in computation.instructions:
             base = op.opcode.removesuffix("-start")
             if base in KINDS:
-                yield from self._grouped(inside, op, base)
+                yield from self._grouped(computation, op, base)
             elif op.opcode == "send":
-                yield from self._send(inside, op)
+                yield from self._send(computation, op)
             else:
                 _refuse_unknown(op)
 
     def _grouped(
-        self, inside: Computation, op: Instruction, base: str
+        self, computation: Computation, op: Instruction, base: str
     ) -> Iterator[LocatedCollective]:
         """Yields a collective of groups; two, if it sums some arrays whole and others in parts."""
         # What runs the collective, from the inside out.
-        starts = [(inside, op)]
+        starts = [(computation, op)]
         while starts[-1][0].name in self._callers:
             starts.append(self._callers[starts[-1][0].name])
         callers = [caller for _, caller in starts[1:]]
@@ -198,7 +200,7 @@ class _CollectiveFinder:
             start.opcode.endswith("-start") and _overlaps(where, start) for where, start in starts
         )
         if callers and callers[0].opcode == "fusion" and not overlapped:
-            overlapped = _begins(inside, op)
+            overlapped = _begins(computation, op)
             if not overlapped and _FUSED in op.attributes:
                 if op.attribute("channel_id") not in self._begun:
                     raise errors.collective_without_start(op, _STARTS_FUSED)
@@ -211,61 +213,63 @@ class _CollectiveFinder:
         whole: list[int] = []
         may_scatter = bool(callers) and base == "all-reduce"
         for number in range(len(op.operands[:data])):
-            is_scattered = may_scatter and self._scatters(inside, op, number, groups)
+            is_scattered = may_scatter and self._scatters(computation, op, number, groups)
             (scattered if is_scattered else whole).append(number)
         origin = callers[0] if callers else op
         for kind, numbers in (("reduce-scatter", scattered), (KINDS[base], whole)):
             if numbers:
-                yield self._located(inside, op, origin, kind, groups, overlapped, numbers)
+                yield self._located(computation, op, origin, kind, groups, overlapped, numbers)
 
-    def _scatters(self, inside: Computation, op: Instruction, number: int, groups: Groups) -> bool:
+    def _scatters(
+        self, computation: Computation, op: Instruction, number: int, groups: Groups
+    ) -> bool:
         """Whether devices keep only their parts of a sum in a fusion."""
         path = (number,) if len(op.operands) > 1 else ()
-        kept = list(self._kept(inside, op, path))
+        kept = list(self._kept(computation, op, path))
         cuts = {(cut.operands, cut.attributes): cut for cut in kept if cut is not None}
         size = sum(cut.shapes[0].size for cut in cuts.values())
-        whole = inside.by_name[op.operands[number]].shapes[0].size
+        whole = computation.by_name[op.operands[number]].shapes[0].size
         return bool(kept) and None not in kept and size * groups.size <= whole
 
     def _kept(
-        self, inside: Computation, op: Instruction, path: tuple[int, ...]
+        self, computation: Computation, op: Instruction, path: tuple[int, ...]
     ) -> Iterator[Instruction | None]:
         """Yields the slices a fusion takes; None for the whole value."""
         # ``path`` is where the value is in the result of the instruction, by numbers of elements.
-        if op is inside.root:
-            outside, caller = self._callers[inside.name]
+        if op is computation.root:
+            outside, caller = self._callers[computation.name]
             if caller.opcode == "fusion" and outside.name in self._callers:
                 yield from self._kept(outside, caller, path)
             else:
                 yield None
 
-        for user in inside.users[op.name]:
+        for user in computation.users[op.name]:
             numbers = [number for number, name in enumerate(user.operands) if name == op.name]
             if user.opcode == "get-tuple-element":
                 if path[:1] == (user.element,):
-                    yield from self._kept(inside, user, path[1:])
+                    yield from self._kept(computation, user, path[1:])
             elif user.opcode == "tuple":
                 for number in numbers:
-                    yield from self._kept(inside, user, (number, *path))
+                    yield from self._kept(computation, user, (number, *path))
             elif user.opcode == "fusion":
                 for name in user.called:
                     within = self.program.computations[name]
                     for number in numbers:
                         yield from self._kept(within, within.parameters[number], path)
             elif user.opcode in _SAME_ELEMENTS or user.opcode.endswith("-done"):
-                yield from self._kept(inside, user, path)
+                yield from self._kept(computation, user, path)
             else:
                 is_cut = user.opcode in ("dynamic-slice", "slice") and numbers[0] == 0
                 yield user if is_cut else None
 
-    def _send(self, inside: Computation, op: Instruction) -> Iterator[LocatedCollective]:
+    def _send(self, computation: Computation, op: Instruction) -> Iterator[LocatedCollective]:
         if _MEGASCALE in op.attributes:
             groups = slice_groups_of(op, self._devices, self.slices, self.device_ids)
             match = _TYPE.search(op.attributes)
             name = match[1] if match else "nothing known"
             if name not in _SLICE_KINDS:
                 raise errors.unknown_slice_kind(op, name, _SLICE_KINDS)
-            kind, overlapped = _SLICE_KINDS[name], _overlaps(inside, op, rendezvous(op))
+            kind, overlapped = _SLICE_KINDS[name], _overlaps(computation, op, rendezvous(op))
 
         # The host is no device.
         elif op.attribute("is_host_transfer") == "true":
@@ -275,12 +279,12 @@ class _CollectiveFinder:
             if pairs is None:
                 raise errors.unknown_collective(op, "it sends to devices that it does not name")
             groups = read_pairs(pairs[1], op, self._devices)
-            kind, overlapped = "collective-permute", _overlaps(inside, op)
-        yield self._located(inside, op, op, kind, groups, overlapped, [0])
+            kind, overlapped = "collective-permute", _overlaps(computation, op)
+        yield self._located(computation, op, op, kind, groups, overlapped, [0])
 
     def _located(
         self,
-        inside: Computation,
+        computation: Computation,
         op: Instruction,
         origin: Instruction,
         kind: str,
@@ -289,12 +293,12 @@ class _CollectiveFinder:
         numbers: Sequence[int],
     ) -> LocatedCollective:
         names = [op.operands[number] for number in numbers]
-        arrays = [shape for name in names for shape in inside.by_name[name].shapes]
+        arrays = [shape for name in names for shape in computation.by_name[name].shapes]
         payload = sum(shape.bytes for shape in arrays)
         if kind == "all-gather":
             payload *= groups.size
 
-        runs = self.runs.counts[inside.name]
+        runs = self.runs.counts[computation.name]
         crosses = groups.crosses(max(1, self._devices // self.slices))
         op_name = op.op_name or origin.op_name
         collective = Collective(
@@ -306,14 +310,14 @@ class _CollectiveFinder:
             group_size=groups.size,
             axes=groups.axes(self.mesh),
             runs=runs,
-            runs_known=inside.name not in self.runs.unknown,
+            runs_known=computation.name not in self.runs.unknown,
             asynchronous=overlapped,
             crosses_slices=self.slices > 1 and (crosses or _MEGASCALE in op.attributes),
             op_name=op_name,
             # One that was merged has lost its line; others of the same operation have it.
             source=op.source or origin.source or self.program.sources.get(op_name, ""),
         )
-        return LocatedCollective(inside, op, collective, tuple(numbers))
+        return LocatedCollective(computation, op, collective, tuple(numbers))
 
 
 def wire_bytes(kind: str, payload: int, size: int) -> float:
@@ -326,7 +330,7 @@ def wire_bytes(kind: str, payload: int, size: int) -> float:
     return times * (size - 1) / size * payload
 
 
-def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> bool:
+def _overlaps(computation: Computation, start: Instruction, meeting: str = "") -> bool:
     """Whether other work runs between start and end of a collective."""
     if '"is_sync":true' in start.attributes:
         return False
@@ -334,10 +338,10 @@ def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> boo
     # Of a send through the host the end is that of the ``recv`` with the same rendezvous.
     begun = {start.name}
     if meeting:
-        receivers = [receiver for receiver in inside.instructions if receiver.opcode == "recv"]
+        receivers = [receiver for receiver in computation.instructions if receiver.opcode == "recv"]
         begun = {receiver.name for receiver in receivers if rendezvous(receiver) == meeting}
 
-    for op in inside.instructions[inside.instructions.index(start) + 1 :]:
+    for op in computation.instructions[computation.instructions.index(start) + 1 :]:
         if op.opcode.endswith("-done") and begun & set(op.operands):
             return False
         base = op.opcode.removesuffix("-start").removesuffix("-done")
@@ -346,11 +350,11 @@ def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> boo
     return False
 
 
-def _begins(inside: Computation, op: Instruction) -> bool:
+def _begins(computation: Computation, op: Instruction) -> bool:
     """Whether a fusion begins a collective continued in others."""
     return any(
         user.opcode == "custom-call" and user.call_target == _STARTS_FUSED
-        for user in inside.users[op.name]
+        for user in computation.users[op.name]
     )
 
 

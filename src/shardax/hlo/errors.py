@@ -71,19 +71,19 @@ def no_entry() -> HloReadError:
     return HloReadError("The text holds no computation marked ENTRY; it is not whole.")
 
 
-def missing_operand(op: Instruction, operand: str, inside: Computation) -> HloReadError:
+def missing_operand(op: Instruction, operand: str, computation: Computation) -> HloReadError:
     """Returns the error of an instruction that takes what is not there."""
     return HloReadError(
         f"{op.opcode} {op.name!r} takes {operand!r}, which is not in computation "
-        f"{inside.name!r}; the text is cut or changed."
+        f"{computation.name!r}; the text is cut or changed."
     )
 
 
-def missing_parameter(inside: Computation) -> HloReadError:
+def missing_parameter(computation: Computation) -> HloReadError:
     """Returns the error of a computation with a gap in the numbers of its parameters."""
     return HloReadError(
-        f"Computation {inside.name!r} has parameters {sorted(inside.parameters)}, so one is "
-        "missing; the text is cut or changed."
+        f"Computation {computation.name!r} has parameters {sorted(computation.parameters)}, so "
+        "one is missing; the text is cut or changed."
     )
 
 

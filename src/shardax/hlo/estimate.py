@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,11 +87,9 @@ class ComputationGraph:
         self._set(replacement for name, op in ops for replacement in changes.get(name, (op,)))
 
     def eliminate_dead_code(self) -> None:
-        needed = {self.root}
-        for name, op in reversed(self.instructions.items()):
-            if name in needed or op.opcode == "parameter" or op.opcode in _EFFECTS:
-                needed.update((name, *op.inputs))
-        self._set([op for name, op in self.instructions.items() if name in needed])
+        ops = list(self.instructions.values())
+        needed = _needed(ops, {self.root})
+        self._set([op for op in ops if op.name in needed or op.opcode == "parameter"])
 
     def eliminate_common_subexpressions(self) -> None:
         first: dict[object, str] = {}
@@ -113,6 +111,15 @@ class ComputationGraph:
         self.root = same.get(self.root, self.root)
         self._set(renamed)
         self.eliminate_dead_code()
+
+
+def _needed(instructions: Sequence[Instruction], results: set[str]) -> set[str]:
+    """Returns the names of results, of effects, and of all that these are computed from."""
+    needed = set(results)
+    for op in reversed(instructions):  # users before what they use
+        if op.name in needed or op.opcode in _EFFECTS:
+            needed.update((op.name, *op.inputs))
+    return needed
 
 
 def reduction(program: Program, collective: Instruction) -> str:
@@ -164,15 +171,9 @@ def _without_unread(
 
     # What is read needs more elements, until it needs no further ones.
     root = body.root
-    effects = [op.name for op in body.instructions if op.opcode in _EFFECTS]
     while True:
-        needed: set[str] = {state.name}
-        pending = [*(name for index, name in enumerate(root.operands) if index in read), *effects]
-        while pending:
-            name = pending.pop()
-            if name not in needed:
-                needed.add(name)
-                pending.extend(body.by_name[name].inputs)
+        results = {name for index, name in enumerate(root.operands) if index in read}
+        needed = _needed(body.instructions, {state.name, *results})
         instructions = [op for op in body.instructions if op.name in needed]
         more = _elements_read(instructions)
         if more <= read:
@@ -249,23 +250,18 @@ def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: DeviceGr
 
 
 def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
-    """The value of an integer, a function of the device number."""
-    devices = np.arange(graph.program.device_count)
-    values = _values(graph, scalar, devices)
-    return None if values is None else np.broadcast_to(values, devices.shape)
-
-
-def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> Numbers | None:
+    """The value of an integer on each device, a function of its number; None if unknown."""
     opcode, operands = scalar.opcode, graph.operands(scalar)
+    devices = np.arange(graph.program.device_count)
 
     # The device number, constants, and tables of them.
     if opcode == "partition-id":
         return devices
     if opcode == "constant":
         numbers = _numbers(scalar)
-        return np.array(numbers[0]) if numbers and len(numbers) == 1 else None
+        return np.full_like(devices, numbers[0]) if numbers and len(numbers) == 1 else None
     if opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
-        table, index = _numbers(operands[0]), _values(graph, operands[1], devices)
+        table, index = _numbers(operands[0]), _offsets(graph, operands[1])
         if table is None or index is None:
             return None
         return np.array(table)[np.clip(index, 0, len(table) - 1)]
@@ -273,7 +269,7 @@ def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> N
     # Arithmetic.
     values: list[Numbers] = []
     for operand in operands:
-        value = _values(graph, operand, devices)
+        value = _offsets(graph, operand)
         if value is None:
             return None
         values.append(value)

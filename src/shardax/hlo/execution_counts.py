@@ -61,23 +61,23 @@ class _ExecutionCounter:
         self._program = program
         self._own_cost = cost
         self._costs: dict[str, float] = {}
-        self._trips: dict[tuple[str, str], int | None] = {}
+        self._call_sites: dict[str, list[_CallSite]] = {}
 
     def count(self) -> ExecutionCounts:
         counts: dict[str, int] = {self._program.entry: 1}
         unknown: set[str] = set()
         warnings: dict[str, None] = {}
         for name in self._callers_first():
-            for call in self._calls(self._computation(name)):
-                counts[call.callee] = counts.get(call.callee, 0) + counts[name] * call.times
-                if call.doubt or name in unknown:
-                    unknown.add(call.callee)
+            for op, callee, times, doubt in self._calls(name):
+                counts[callee] = counts.get(callee, 0) + counts[name] * times
+                if doubt or name in unknown:
+                    unknown.add(callee)
 
                 # What costs nothing either way is no news.
-                if call.doubt and self._cost(call.callee, call.caller):
-                    origin = call.caller.source or call.caller.op_name
+                if doubt and self._cost(callee, op):
+                    origin = op.source or op.op_name
                     where = f", {origin}" if origin else ""
-                    warnings[f"{call.doubt} ({call.caller.name}{where})."] = None
+                    warnings[f"{doubt} ({op.name}{where})."] = None
         return ExecutionCounts(counts, frozenset(unknown), tuple(warnings))
 
     def _callers_first(self) -> list[str]:
@@ -87,7 +87,7 @@ class _ExecutionCounter:
 
         def visit(name: str) -> None:
             begun.add(name)
-            for call in self._calls(self._computation(name)):
+            for call in self._calls(name):
                 if call.callee not in begun:
                     visit(call.callee)
                 elif call.callee not in done:
@@ -97,46 +97,39 @@ class _ExecutionCounter:
         visit(self._program.entry)
         return list(reversed(done))
 
-    def _calls(self, inside: Computation) -> Iterator[_CallSite]:
-        """Yields what a computation runs: of a conditional, the branch that costs most."""
-        for op in inside.instructions:
+    def _calls(self, name: str, caller: Instruction | None = None) -> list[_CallSite]:
+        """What a computation runs: of a conditional, the branch that costs most."""
+        if name not in self._call_sites:
+            if name not in self._program.computations:
+                raise errors.missing_computation(name, caller)
+            self._call_sites[name] = list(self._find_calls(self._program.computations[name]))
+        return self._call_sites[name]
+
+    def _find_calls(self, computation: Computation) -> Iterator[_CallSite]:
+        for op in computation.instructions:
             if op.opcode == "while":
-                yield from self._loop(inside, op)
-            else:
-                yield from (_CallSite(op, name) for name in op.called)
-            if op.branches:
+                trips, doubt = trip_count(self._program, computation, op), ""
+                if trips is None:
+                    trips, doubt = 1, "One turn is counted of a loop of no known end"
+                # The condition is asked once more, at the end.
+                for times, key in ((trips, "body"), (trips + 1, "condition")):
+                    yield from (_CallSite(op, name, times, doubt) for name in op.computations(key))
+            elif op.branches:
                 dearest = max(op.branches, key=lambda branch: self._cost(branch, op))
                 doubt = "Of a conditional the dearest branch is counted"
                 yield _CallSite(op, dearest, doubt=doubt)
-
-    def _loop(self, inside: Computation, loop: Instruction) -> Iterator[_CallSite]:
-        key = inside.name, loop.name
-        if key not in self._trips:
-            self._trips[key] = trip_count(self._program, inside, loop)
-        trips, doubt = self._trips[key], ""
-        if trips is None:
-            trips, doubt = 1, "One turn is counted of a loop of no known end"
-
-        # The condition is asked once more, at the end.
-        for name in loop.computations("body"):
-            yield _CallSite(loop, name, trips, doubt)
-        for name in loop.computations("condition"):
-            yield _CallSite(loop, name, trips + 1, doubt)
+            else:
+                yield from (_CallSite(op, name) for name in op.called)
 
     def _cost(self, name: str, caller: Instruction) -> float:
         if name not in self._costs:
-            inside = self._computation(name, caller)
-            own_cost = sum(self._own_cost(inside, op) for op in inside.instructions)
+            calls = self._calls(name, caller)
+            computation = self._program.computations[name]
+            own_cost = sum(self._own_cost(computation, op) for op in computation.instructions)
             self._costs[name] = own_cost + sum(
-                call.times * self._cost(call.callee, call.caller) for call in self._calls(inside)
+                times * self._cost(callee, op) for op, callee, times, _ in calls
             )
         return self._costs[name]
-
-    def _computation(self, name: str, caller: Instruction | None = None) -> Computation:
-        computation = self._program.computations.get(name)
-        if computation is None:
-            raise errors.missing_computation(name, caller)
-        return computation
 
 
 # Trip counts.
@@ -162,7 +155,7 @@ Scalars = AffineExpr | tuple["Scalars", ...] | None
 """A number, a tuple, or what is not known."""
 
 
-def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
+def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
     """Returns the trips of a ``while``; None if unknown before the run."""
     match = _TRIPS.search(loop.attributes)
     if match:
@@ -174,7 +167,7 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
 
     # The loop's state before the first turn and after each, as far as it is affine.
     state = tuple(AffineExpr(0, ((element, 1),)) for element in range(len(loop.shapes)))
-    start = _ScalarEvaluator(program, inside, ()).value(loop.operands[0])
+    start = _ScalarEvaluator(program, computation, ()).value(loop.operands[0])
     next_values = _ScalarEvaluator(program, body, (state,)).value(body.root.name)
     test = _test(program, condition, state)
     if test is None or not isinstance(start, tuple) or not isinstance(next_values, tuple):
@@ -244,9 +237,11 @@ def _test(
 class _ScalarEvaluator:
     """Evaluates the integers of a computation, as far as they are affine."""
 
-    def __init__(self, program: Program, inside: Computation, arguments: Sequence[Scalars]) -> None:
+    def __init__(
+        self, program: Program, computation: Computation, arguments: Sequence[Scalars]
+    ) -> None:
         self._program = program
-        self._inside = inside
+        self._inside = computation
         self._arguments = arguments
         self._values: dict[str, Scalars] = {}
 

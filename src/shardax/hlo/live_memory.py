@@ -52,18 +52,18 @@ class BufferTable:
     """Buffers of a computation.
 
     Args:
-        inside: The computation.
+        computation: What is run.
         kept_by_loop: By loop, the elements of its state that it leaves as they are.
         own_elements: Of a loop's body, those of the body itself.
     """
 
     def __init__(
         self,
-        inside: Computation,
+        computation: Computation,
         kept_by_loop: Mapping[str, frozenset[int]],
         own_elements: frozenset[int] | None = None,
     ) -> None:
-        self._inside = inside
+        self._inside = computation
         self._kept = kept_by_loop
         self._own = own_elements
         self._replaced: set[str] = set()  # what a loop starts with and writes over
@@ -71,14 +71,14 @@ class BufferTable:
         self.elements: dict[str, tuple[Element, ...]] = {}  # of results; one if it is no tuple
 
         # Names of what could be fused, but must fill a buffer for a user.
-        self._filled = set(self._origins(inside.root.name))
-        for op in inside.instructions:
+        self._filled = set(self._origins(computation.root.name))
+        for op in computation.instructions:
             if op.opcode in _FUSIBLE | _NAMES | _TAKES_ANY:
                 continue
             for name in op.operands[:1] if op.opcode in UPDATES else op.operands:
                 self._filled.update(self._origins(name))
 
-        for op in inside.instructions:
+        for op in computation.instructions:
             self.elements[op.name] = self._elements(op)
 
     def fills_buffer(self, op: Instruction) -> bool:
@@ -190,7 +190,7 @@ def kept_elements(body: Computation) -> frozenset[int]:
     return frozenset(kept)
 
 
-def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Instruction]:
+def least_memory_schedule(computation: Computation, buffers: BufferTable) -> list[Instruction]:
     """Schedules the instructions with buffers of their own for little memory."""
     scheduled = buffers.scheduled()
     position = {op.name: number for number, op in enumerate(scheduled)}
@@ -199,7 +199,7 @@ def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Ins
     origins_of: dict[str, frozenset[str]] = {}
     users: dict[str, list[str]] = {}
     waiting: dict[str, int] = {}  # by name, how many others must run before
-    for op in inside.instructions:
+    for op in computation.instructions:
         origins = frozenset().union(*(origins_of[name] for name in op.inputs))
         origins_of[op.name] = origins
         if op.name in position:
@@ -214,7 +214,7 @@ def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Ins
     for name, read in reads.items():
         for buffer in read:
             readers.setdefault(buffer, set()).add(name)
-    for buffer in buffers.held(inside.root.name):
+    for buffer in buffers.held(computation.root.name):
         readers.setdefault(buffer, set()).add("")
 
     def cost(name: str) -> int:
@@ -301,15 +301,15 @@ def peak_bytes(program: Program) -> int:
 
 def _most(
     program: Program,
-    inside: Computation,
+    computation: Computation,
     own_elements: frozenset[int] | None = None,  # as of ``BufferTable``
     in_place: frozenset[int] = frozenset(),  # results that take the place of something given
 ) -> int:
     """The peak of a computation, beyond its arguments."""
     # What computations take that an instruction calls.
     kept_by_loop: dict[str, frozenset[int]] = {}
-    called_bytes = dict.fromkeys(inside.by_name, 0)
-    for op in inside.instructions:
+    called_bytes = dict.fromkeys(computation.by_name, 0)
+    for op in computation.instructions:
         if op.opcode == "while":
             body = program.computations[op.computations("body")[0]]
             kept_by_loop[op.name] = kept_elements(body)
@@ -318,19 +318,19 @@ def _most(
             names = (*op.called, *op.branches)
             called_bytes[op.name] = max(_most(program, program.computations[n]) for n in names)
 
-    buffers = BufferTable(inside, kept_by_loop, own_elements)
-    results = buffers.elements[inside.root.name]
+    buffers = BufferTable(computation, kept_by_loop, own_elements)
+    results = buffers.elements[computation.root.name]
     sizes = dict(buffers.sizes)
     for number in in_place:
         sizes.update(dict.fromkeys(results[number], 0))
 
-    orders = (buffers.scheduled(), least_memory_schedule(inside, buffers))
-    return min(_peak(order, inside, buffers, sizes, called_bytes) for order in orders)
+    orders = (buffers.scheduled(), least_memory_schedule(computation, buffers))
+    return min(_peak(order, computation, buffers, sizes, called_bytes) for order in orders)
 
 
 def _peak(
     order: list[Instruction],
-    inside: Computation,
+    computation: Computation,
     buffers: BufferTable,
     sizes: Mapping[str, int],
     called_bytes: Mapping[str, int],
@@ -344,7 +344,7 @@ def _peak(
         begins.update(dict.fromkeys(buffers.filled_by(op.name), position))
         for buffer in buffers.held(op.name):
             ends.setdefault(buffer, position)
-    ends.update(dict.fromkeys(buffers.held(inside.root.name), len(order)))
+    ends.update(dict.fromkeys(buffers.held(computation.root.name), len(order)))
 
     begun: Counter[int] = Counter()
     ended: Counter[int] = Counter()

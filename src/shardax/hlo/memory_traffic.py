@@ -36,25 +36,26 @@ _COST_BYTES = re.compile(r'"cost_estimate": *\{[^{}]*"bytes_accessed": *"?(\d+)'
 def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
     """Counts bytes of memory traffic of a compiled program."""
     # Computations that run within an instruction do not read or write memory themselves.
-    inner = {
-        name
-        for inside in program.computations.values()
-        for op in inside.instructions
-        if op.opcode not in _INSIDE
-        for name in op.computations("calls", "to_apply", "called_computations")
-    }
+    inner: set[str] = set()
+    for computation in program.computations.values():
+        for op in computation.instructions:
+            if op.opcode not in _INSIDE:
+                inner.update(op.computations("calls", "to_apply", "called_computations"))
+
     total = 0
     for name in runs.keys() - inner:
-        inside = program.computations[name]
-        total += runs[name] * sum(_bytes(program, inside, op) for op in inside.instructions)
+        computation = program.computations[name]
+        total += runs[name] * sum(
+            _bytes(program, computation, op) for op in computation.instructions
+        )
     return float(total)
 
 
-def _bytes(program: Program, inside: Computation, op: Instruction) -> int:
+def _bytes(program: Program, computation: Computation, op: Instruction) -> int:
     """Bytes read and written by one run of an instruction."""
     if op.opcode in _FREE or op.opcode.endswith(_LATER):
         return 0
-    operands = inside.operands(op)
+    operands = computation.operands(op)
     if op.opcode == "fusion":
         return _fusion_bytes(program, operands, op)
 
@@ -93,10 +94,10 @@ def _fusion_bytes(program: Program, operands: Iterable[Instruction], op: Instruc
     return total
 
 
-def _read(program: Program, inside: Computation, value: Instruction, whole: int) -> int:
+def _read(program: Program, computation: Computation, value: Instruction, whole: int) -> int:
     """Bytes of a value read by a fusion: of slices, these."""
     total = 0
-    for user in inside.users[value.name]:
+    for user in computation.users[value.name]:
         is_array = user.operands[0] == value.name and user.operands.count(value.name) == 1
         if is_array and user.opcode == "dynamic-update-slice":
             continue  # updated in place; what is written counts as the result
@@ -104,7 +105,7 @@ def _read(program: Program, inside: Computation, value: Instruction, whole: int)
         if is_array and user.opcode in _SLICES:
             total += user.bytes
         elif user.opcode in _FUSED_VIEWS:
-            total += _read(program, inside, user, whole)
+            total += _read(program, computation, user, whole)
         elif user.opcode == "fusion":
             (name,) = user.called
             within = program.computations[name]
@@ -116,12 +117,12 @@ def _read(program: Program, inside: Computation, value: Instruction, whole: int)
     return min(total, whole)
 
 
-def _written(inside: Computation, result: Instruction) -> int:
+def _written(computation: Computation, result: Instruction) -> int:
     """Bytes of a result written by a fusion: of updates, the slice."""
     while result.opcode in _FUSED_VIEWS:
-        (result,) = inside.operands(result)
+        (result,) = computation.operands(result)
     if result.opcode == "dynamic-update-slice":
-        return inside.by_name[result.operands[1]].bytes
+        return computation.by_name[result.operands[1]].bytes
     return result.bytes
 
 
@@ -130,8 +131,8 @@ def estimated_hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
     return float(sum(runs[name] * _estimated_bytes(program.computations[name]) for name in runs))
 
 
-def _estimated_bytes(inside: Computation) -> int:
-    buffers = BufferTable(inside, {})
+def _estimated_bytes(computation: Computation) -> int:
+    buffers = BufferTable(computation, {})
     total = 0
     reduced: dict[str, int] = {}
     for op in buffers.scheduled():
@@ -143,19 +144,19 @@ def _estimated_bytes(inside: Computation) -> int:
         for number, name in enumerate(op.inputs):
             if number > 0 or op.opcode not in UPDATES:
                 limit = op.bytes if op.opcode in _SLICES and number == 0 else None
-                _add_read(inside, buffers, inside.by_name[name], limit, read)
+                _add_read(computation, buffers, computation.by_name[name], limit, read)
         if read is not reduced:
             total += sum(read.values())
 
         written = op
         if op.opcode in UPDATES:
-            written = inside.by_name[op.operands[-1 if op.opcode == "scatter" else 1]]
+            written = computation.by_name[op.operands[-1 if op.opcode == "scatter" else 1]]
         total += written.bytes
     return total + sum(reduced.values())
 
 
 def _add_read(
-    inside: Computation,
+    computation: Computation,
     buffers: BufferTable,
     op: Instruction,
     limit: int | None,  # of bytes: of an array that is sliced, those of the slice
@@ -163,7 +164,7 @@ def _add_read(
 ) -> None:
     """Adds the bytes read for a value, by buffer."""
     if op.opcode in VIEWS:
-        _add_read(inside, buffers, inside.by_name[op.operands[0]], limit, read)
+        _add_read(computation, buffers, computation.by_name[op.operands[0]], limit, read)
     elif op.opcode in ("parameter", "get-tuple-element") or buffers.fills_buffer(op):
         size = op.bytes if limit is None else min(limit, op.bytes)
         read[op.name] = max(size, read.get(op.name, 0))
@@ -172,4 +173,4 @@ def _add_read(
             least = limit
             if op.opcode in _SLICES and number == 0:
                 least = op.bytes if limit is None else min(limit, op.bytes or limit)
-            _add_read(inside, buffers, inside.by_name[name], least, read)
+            _add_read(computation, buffers, computation.by_name[name], least, read)

@@ -83,24 +83,24 @@ class MatrixProduct:
         return self.operations * self.runs
 
 
-def own_flops(inside: Computation, op: Instruction) -> float:
+def own_flops(computation: Computation, op: Instruction) -> float:
     """Counts operations of a matrix product or convolution itself."""
-    product = own_product(inside, op)
+    product = own_product(computation, op)
     return 0.0 if product is None else product.flops
 
 
-def own_product(inside: Computation, op: Instruction) -> MatrixProduct | None:
+def own_product(computation: Computation, op: Instruction) -> MatrixProduct | None:
     """Returns an instruction as a matrix product, or None."""
     if op.opcode in _DOTS:
         contracted = op.attribute("lhs_contracting_dims")
         if contracted is None:
             contracted = op.attribute("lhs_contracting_dimensions")
         batch = op.attribute("lhs_batch_dims") or op.attribute("lhs_batch_dimensions")
-        return _dot(inside, op, contracted, batch)
+        return _dot(computation, op, contracted, batch)
     if op.opcode == "convolution":
-        return _convolution(inside, op)
+        return _convolution(computation, op)
     kernel = _kernel(op)
-    return kernel(inside, op) if kernel else None
+    return kernel(computation, op) if kernel else None
 
 
 def is_counted(op: Instruction) -> bool:
@@ -136,30 +136,30 @@ def _kernel(op: Instruction) -> Kernel | None:
     return None
 
 
-def _no_product(inside: Computation, op: Instruction) -> None:
+def _no_product(computation: Computation, op: Instruction) -> None:
     """A call before another, which says where groups start."""
 
 
-def _said(inside: Computation, op: Instruction) -> MatrixProduct:
+def _said(computation: Computation, op: Instruction) -> MatrixProduct:
     """Returns the products of a kernel that says its operations alone."""
-    del inside
+    del computation
     (operations,) = _COST.findall(op.attributes)[:1]
     return MatrixProduct(float(operations), 1, 1, 1, fused=True)
 
 
-def _gemm(inside: Computation, op: Instruction) -> MatrixProduct:
+def _gemm(computation: Computation, op: Instruction) -> MatrixProduct:
     """Returns a product of cuBLAS."""
     contraction = _GEMM_CONTRACTED.search(op.attributes)
     batch = _GEMM_BATCH.search(op.attributes)
-    return _dot(inside, op, contraction and contraction[1], batch and batch[1])
+    return _dot(computation, op, contraction and contraction[1], batch and batch[1])
 
 
 def _dot(
-    inside: Computation, op: Instruction, contracted: str | None, batch_dims: str | None
+    computation: Computation, op: Instruction, contracted: str | None, batch_dims: str | None
 ) -> MatrixProduct:
     if contracted is None:
         raise errors.uncounted_operations(op, "it names no contracted dimensions")
-    left, result = _operand(inside, op, 0), op.shapes[0]
+    left, result = _operand(computation, op, 0), op.shapes[0]
     dims = [int(dim) for dim in _DIGITS.findall(contracted)]
     if any(dim >= len(left.dims) for dim in dims):
         why = f"its left operand has no dimension {max(dims)}"
@@ -175,7 +175,7 @@ def _dot(
         return MatrixProduct(operations, rows, columns, depth, batch, left.dtype)
 
     # Each row meets one group's matrix, or each group sums its own rows.
-    groups = _operand(inside, op, 2).size
+    groups = _operand(computation, op, 2).size
     ragged = {int(dim) for dim in _DIGITS.findall(op.attribute("lhs_ragged_dims") or "")}
     if not ragged & set(dims):
         return MatrixProduct(operations, rows / groups, columns, depth, groups * batch, left.dtype)
@@ -183,21 +183,21 @@ def _dot(
     return MatrixProduct(operations / groups, rows, columns, depth / groups, groups, left.dtype)
 
 
-def _grouped(inside: Computation, op: Instruction) -> MatrixProduct:
+def _grouped(computation: Computation, op: Instruction) -> MatrixProduct:
     """Returns a product of rows with the matrices of their groups."""
     count = len(op.operands)
-    left, right = _operand(inside, op, count - 2), _operand(inside, op, count - 1)
+    left, right = _operand(computation, op, count - 2), _operand(computation, op, count - 1)
     columns, groups = op.shapes[0].dims[-1], right.dims[0]
     rows, depth = left.size / left.dims[-1], left.dims[-1]
     operations = 2.0 * rows * columns * depth
     return MatrixProduct(operations, rows / groups, columns, depth, groups, left.dtype)
 
 
-def _tokamax_ragged(inside: Computation, op: Instruction) -> MatrixProduct:
+def _tokamax_ragged(computation: Computation, op: Instruction) -> MatrixProduct:
     """Returns a product by group, or its matrices' gradient."""
-    left, result = _operand(inside, op, 0), op.shapes[0]
+    left, result = _operand(computation, op, 0), op.shapes[0]
     rows, depth, columns = left.dims[0], left.dims[-1], result.dims[-1]
-    groups = result.dims[0] if len(result.dims) == 3 else _operand(inside, op, 1).dims[0]
+    groups = result.dims[0] if len(result.dims) == 3 else _operand(computation, op, 1).dims[0]
     operations = 2.0 * rows * depth * columns
     return MatrixProduct(operations, rows / groups, columns, depth, groups, left.dtype)
 
@@ -205,7 +205,7 @@ def _tokamax_ragged(inside: Computation, op: Instruction) -> MatrixProduct:
 # Attention.
 
 
-def _attention(inside: Computation, op: Instruction) -> MatrixProduct | None:
+def _attention(computation: Computation, op: Instruction) -> MatrixProduct | None:
     """Returns the products of cuDNN's attention."""
     (scores,) = _SCORES.findall(op.attributes)[:1]
     batch, heads, queries, keys = map(int, _DIGITS.findall(scores))
@@ -217,15 +217,15 @@ def _attention(inside: Computation, op: Instruction) -> MatrixProduct | None:
 
     # Scores and values; backward their four derivatives, and scores again.
     count = 5 if op.call_target.endswith(("Backward", "BackwardF8")) else 2
-    operand = _operand(inside, op, 0)
+    operand = _operand(computation, op, 0)
     depth = operand.dims[-1]
     operations = 2.0 * batch * heads * pairs * depth * count
     return MatrixProduct(operations, queries, keys, depth, batch * heads, operand.dtype, fused=True)
 
 
-def _splash(inside: Computation, op: Instruction) -> MatrixProduct:
+def _splash(computation: Computation, op: Instruction) -> MatrixProduct:
     """Returns the products of a kernel of splash attention."""
-    operands = [_operand(inside, op, number) for number in range(len(op.operands))]
+    operands = [_operand(computation, op, number) for number in range(len(op.operands))]
     query, key = [shape for shape in operands if re.match(r"b?f\d", shape.dtype)][:2]
     *batch, queries, depth = query.dims
     keys, count = key.dims[-2], math.prod(batch)
@@ -282,9 +282,9 @@ class _ConvolutionWindow:
         return count
 
 
-def _convolution(inside: Computation, op: Instruction) -> MatrixProduct:
+def _convolution(computation: Computation, op: Instruction) -> MatrixProduct:
     # Labels and window of cuDNN's derivatives are those of the forward convolution.
-    left, right, result = _operand(inside, op, 0), _operand(inside, op, 1), op.shapes[0]
+    left, right, result = _operand(computation, op, 0), _operand(computation, op, 1), op.shapes[0]
     cudnn = _CUDNN.match(op.call_target)
     inputs, kernel, outputs = left, right, result
     if cudnn and cudnn[1] == "BackwardInput":
@@ -338,9 +338,9 @@ def _windows(op: Instruction, count: int) -> list[_ConvolutionWindow]:
     return [_ConvolutionWindow(*row) for row in zip(*columns, strict=True)]
 
 
-def _operand(inside: Computation, op: Instruction, number: int) -> ArrayShape:
-    operand = inside.by_name.get(op.operands[number]) if number < len(op.operands) else None
+def _operand(computation: Computation, op: Instruction, number: int) -> ArrayShape:
+    operand = computation.by_name.get(op.operands[number]) if number < len(op.operands) else None
     if operand is None or not operand.shapes:
-        why = f"operand {number} is not in computation {inside.name!r}"
+        why = f"operand {number} is not in computation {computation.name!r}"
         raise errors.uncounted_operations(op, why)
     return operand.shapes[0]

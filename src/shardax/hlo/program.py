@@ -317,8 +317,8 @@ class Computation:
     Example:
         >>> x = Instruction("x", "parameter", (), ("0",), "")
         >>> y = Instruction("y", "negate", (), ("x",), "", is_root=True)
-        >>> inside = Computation("main", (x, y))
-        >>> inside.root.name, [each.name for each in inside.operands(y)]
+        >>> computation = Computation("main", (x, y))
+        >>> computation.root.name, [each.name for each in computation.operands(y)]
         ('y', ['x'])
     """
 
@@ -384,8 +384,8 @@ class Program:
         """Lines of model code by traced operation."""
         return {
             op.op_name: op.source
-            for inside in self.computations.values()
-            for op in inside.instructions
+            for computation in self.computations.values()
+            for op in computation.instructions
             if op.op_name and op.source
         }
 
@@ -535,9 +535,9 @@ class _Body:
         if opcode is None or close < 0:
             raise errors.unread_line(line, number, "an instruction")
 
-        inside = line[opcode.end() : close - 1]
+        operand_text = line[opcode.end() : close - 1]
         is_constant = opcode[1] == "constant"
-        operands = None if is_constant else _operands(inside)
+        operands = None if is_constant else _operands(operand_text)
         if operands is None and not is_constant:
             raise errors.unread_line(line, number, "an instruction")
 
@@ -554,7 +554,7 @@ class _Body:
             origin,
             source,
             is_root=bool(head[1]),
-            literal=inside if is_constant else "",
+            literal=operand_text if is_constant else "",
         )
         for name in op.inputs:
             self._add_element(name, line, number)
