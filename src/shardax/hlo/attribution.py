@@ -81,7 +81,7 @@ class Dataflow:
             value_ref = pending.pop()
             op = self._at(value_ref)
             if op.opcode == "parameter" and value_ref.computation == self._program.entry:
-                arguments.add(int(op.operands[0]))
+                arguments.add(int(op.literal))
                 continue
 
             # What carries nothing computes, or is known without any argument.
@@ -194,7 +194,7 @@ class Dataflow:
                 branch = caller.branches.index(value_ref.computation)
                 yield ValueRef(outside, caller.operands[branch + 1], element)
             else:
-                yield ValueRef(outside, caller.operands[int(op.operands[0])], element)
+                yield ValueRef(outside, caller.operands[int(op.literal)], element)
 
     def _after(self, value_ref: ValueRef) -> Iterator[ValueRef]:
         """Yields the direct destinations of a value; results are in computation ""."""

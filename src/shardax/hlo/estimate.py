@@ -56,7 +56,7 @@ class ComputationGraph:
         self.instructions = {op.name: op for op in instructions}
         self.users: dict[str, list[str]] = {}
         for op in self.instructions.values():
-            for operand in op.inputs:
+            for operand in op.operands:
                 self.users.setdefault(operand, []).append(op.name)
 
     def computation(self) -> Computation:
@@ -66,7 +66,7 @@ class ComputationGraph:
         return Computation(self._name, tuple(marked))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        return [self.instructions[name] for name in instruction.inputs]
+        return [self.instructions[name] for name in instruction.operands]
 
     def only_user(self, name: str) -> Instruction | None:
         """Returns the only user of an instruction, if there is one."""
@@ -96,9 +96,8 @@ class ComputationGraph:
         same: dict[str, str] = {}
         renamed: list[Instruction] = []
         for name, op in self.instructions.items():
-            if op.opcode != "parameter":
-                operands = tuple(same.get(operand, operand) for operand in op.operands)
-                op = dataclasses.replace(op, operands=operands)
+            operands = tuple(same.get(operand, operand) for operand in op.operands)
+            op = dataclasses.replace(op, operands=operands)
             renamed.append(op)
 
             if op.opcode in _UNIQUE or "..." in op.literal:
@@ -118,7 +117,7 @@ def _needed(instructions: Sequence[Instruction], results: set[str]) -> set[str]:
     needed = set(results)
     for op in reversed(instructions):  # users before what they use
         if op.name in needed or op.opcode in _EFFECTS:
-            needed.update((op.name, *op.inputs))
+            needed.update((op.name, *op.operands))
     return needed
 
 

@@ -254,7 +254,7 @@ class _ScalarEvaluator:
     def _evaluate(self, op: Instruction) -> Scalars:
         # Parameters, tuples and calls pass values on.
         if op.opcode == "parameter":
-            number = int(op.operands[0])
+            number = int(op.literal)
             return self._arguments[number] if number < len(self._arguments) else None
         if op.opcode == "tuple":
             return tuple(self.value(name) for name in op.operands)

@@ -92,7 +92,7 @@ class BufferTable:
 
     def needed(self, op: Instruction) -> Element:
         """Returns the buffers read by an instruction."""
-        return frozenset().union(*(self.held(name) for name in op.inputs))
+        return frozenset().union(*(self.held(name) for name in op.operands))
 
     def held(self, name: str) -> Element:
         """Returns the buffers of all elements of a result."""
@@ -200,7 +200,7 @@ def least_memory_schedule(computation: Computation, buffers: BufferTable) -> lis
     users: dict[str, list[str]] = {}
     waiting: dict[str, int] = {}  # by name, how many others must run before
     for op in computation.instructions:
-        origins = frozenset().union(*(origins_of[name] for name in op.inputs))
+        origins = frozenset().union(*(origins_of[name] for name in op.operands))
         origins_of[op.name] = origins
         if op.name in position:
             origins_of[op.name] = frozenset({op.name})

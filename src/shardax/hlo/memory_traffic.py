@@ -141,7 +141,7 @@ def _estimated_bytes(computation: Computation) -> int:
 
         # Reductions of one array are mostly done together, as in a softmax: it is read once.
         read = reduced if op.opcode == "reduce" else {}
-        for number, name in enumerate(op.inputs):
+        for number, name in enumerate(op.operands):
             if number > 0 or op.opcode not in UPDATES:
                 limit = op.bytes if op.opcode in _SLICES and number == 0 else None
                 _add_read(computation, buffers, computation.by_name[name], limit, read)

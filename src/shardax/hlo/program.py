@@ -218,12 +218,12 @@ class Instruction:
         name: Its name in the computation.
         opcode: What it does (``"all-reduce"``).
         shapes: Types of its results, flattened.
-        operands: Names of what it takes; of a parameter its number.
+        operands: Names of the instructions whose results it takes.
         attributes: The text after the operands.
         op_name: The traced operation that it comes from (``jit(f)/dot_general``), or "".
         source: The line of model code that it comes from (``model.py:12``), or "".
         is_root: Whether its result is that of its computation.
-        literal: Of a constant its value as text, else "".
+        literal: Of a constant its value as text, of a parameter its number, else "".
 
     Example:
         >>> each = Instruction("a.1", "add", (ArrayShape("f32", ()),), ("x", "y"), "kind=loop")
@@ -286,11 +286,6 @@ class Instruction:
         return self.computations("branch_computations", "true_computation", "false_computation")
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the instructions behind its operands."""
-        return () if self.opcode in ("parameter", "constant") else self.operands
-
-    @property
     def element(self) -> int:
         """Of a ``get-tuple-element`` the number of the element."""
         return int(self.attribute("index") or 0)
@@ -315,7 +310,7 @@ class Computation:
         instructions: In the program's order.
 
     Example:
-        >>> x = Instruction("x", "parameter", (), ("0",), "")
+        >>> x = Instruction("x", "parameter", (), (), "", literal="0")
         >>> y = Instruction("y", "negate", (), ("x",), "", is_root=True)
         >>> computation = Computation("main", (x, y))
         >>> computation.root.name, [each.name for each in computation.operands(y)]
@@ -338,20 +333,20 @@ class Computation:
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
         """Its parameters by number."""
-        return {int(i.operands[0]): i for i in self.instructions if i.opcode == "parameter"}
+        return {int(op.literal): op for op in self.instructions if op.opcode == "parameter"}
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Users of each instruction's result, in order."""
         users: dict[str, list[Instruction]] = {op.name: [] for op in self.instructions}
         for user in self.instructions:
-            for name in dict.fromkeys(user.inputs):
+            for name in dict.fromkeys(user.operands):
                 users[name].append(user)
         return {name: tuple(user_ops) for name, user_ops in users.items()}
 
     def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """Returns the instructions behind the operands of one."""
-        return tuple(self.by_name[name] for name in instruction.operands if name in self.by_name)
+        return tuple(self.by_name[name] for name in instruction.operands)
 
 
 @dataclass(frozen=True)
@@ -517,7 +512,7 @@ class _Body:
 
         for op in whole.instructions:
             missing = [name for name in op.operands if name not in whole.by_name]
-            if missing and op.opcode != "parameter":
+            if missing:
                 raise errors.missing_operand(op, missing[0], whole)
         if sorted(whole.parameters) != list(range(len(whole.parameters))):
             raise errors.missing_parameter(whole)
@@ -535,10 +530,10 @@ class _Body:
         if opcode is None or close < 0:
             raise errors.unread_line(line, number, "an instruction")
 
-        operand_text = line[opcode.end() : close - 1]
-        is_constant = opcode[1] == "constant"
-        operands = None if is_constant else _operands(operand_text)
-        if operands is None and not is_constant:
+        content = line[opcode.end() : close - 1]
+        is_literal = opcode[1] in ("constant", "parameter")
+        operands = [] if is_literal else _operands(content)
+        if operands is None:
             raise errors.unread_line(line, number, "an instruction")
 
         attributes = line[close:].removeprefix(",").strip()
@@ -549,14 +544,14 @@ class _Body:
             head[2],
             _IN_FULL.get(opcode[1], opcode[1]),
             _shapes(line[start:end]),
-            tuple(operands or ()),
+            tuple(operands),
             attributes,
             origin,
             source,
             is_root=bool(head[1]),
-            literal=operand_text if is_constant else "",
+            literal=content if is_literal else "",
         )
-        for name in op.inputs:
+        for name in op.operands:
             self._add_element(name, line, number)
         self._instructions.append(op)
         self._types[op.name] = line[start:end]
@@ -583,7 +578,7 @@ class _Body:
 
 
 def _operands(text: str) -> list[str] | None:
-    """Returns the names, or the number of a parameter, in parentheses; None if they are no such."""
+    """Returns the names between parentheses; None if they are no such."""
     if "%" in text:
         names = _NAME.findall(text)
         return None if "#" in _NAME.sub("", text) else names
