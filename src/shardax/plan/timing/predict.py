@@ -119,7 +119,7 @@ def predict(
     memory = memory_bytes(model, step, chip, software, values)
 
     # Throughput, of the model's own operations.
-    peak = step.device_count * chip.peak("bf16")
+    reachable = seconds * step.device_count * chip.peak("bf16")
     tokens = step.global_batch * step.sequence
     chips = step.device_count / chip.devices_per_chip
     return StepEstimate(
@@ -129,7 +129,7 @@ def predict(
         memory_bytes=memory,
         fits=memory <= chip.memory_bytes,
         parts=parts,
-        mfu=model_operations(model, step) / (seconds * peak),
+        mfu=model_operations(model, step) / reachable,
         tokens_per_second_per_chip=tokens / seconds / chips,
     )
 
