@@ -18,7 +18,7 @@ if _typing.TYPE_CHECKING:
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
     from shardax.distributed.errors import *  # noqa: F403
-    from shardax.hlo.program import *  # noqa: F403
+    from shardax.hlo.errors import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
     from shardax.models.generating.errors import *  # noqa: F403
     from shardax.models.kinds import *  # noqa: F403
@@ -47,7 +47,7 @@ _NAMES = {
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError",
     "shardax.distributed.errors": "DistributedError",
-    "shardax.hlo.program": "CompilerFailedError HloReadError",
+    "shardax.hlo.errors": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
         "CallCancelledError ExportError HostFunctionError WorkerAuthenticationError "
         "WorkerCrashedError WorkerError WorkerTimeoutError"

@@ -12,7 +12,6 @@ the kind of the collective, and from the traced operation for which the partitio
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import NamedTuple
 
 from shardax.hlo.collectives import KINDS, Collective, LocatedCollective, rendezvous
 from shardax.hlo.estimate import reduction
-from shardax.hlo.execution_counts import branches, called
 from shardax.hlo.live_memory import aliases, kept_elements, likely_updates
 from shardax.hlo.program import Computation, Instruction, Program
 
@@ -45,7 +43,7 @@ _ARITHMETIC = frozenset(
 class ValueRef(NamedTuple):
     """The result of an instruction, or an element of it."""
 
-    inside: str  # name of the computation
+    computation: str  # name of the computation
     name: str  # name of the instruction
     element: int = _ALL  # number of an element of a tuple; -1 for the whole
 
@@ -64,13 +62,14 @@ class Dataflow:
         self._program = program
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._kept: dict[str, frozenset[int]] = {}
-        # Of a send through the host, by its place and its meeting, what receives; and the reverse.
+        # Of a send through the host, by its computation and its meeting, what receives; and the
+        # reverse.
         self._meets: dict[tuple[str, str, str], Instruction] = {}
-        for name, inside in program.computations.items():
-            for op in inside.instructions:
+        for name, computation in program.computations.items():
+            for op in computation.instructions:
                 if op.opcode in ("send", "recv"):
                     self._meets[name, op.opcode, rendezvous(op)] = op
-                for callee in (*called(op), *branches(op)):
+                for callee in (*op.called, *op.branches):
                     self._callers.setdefault(callee, []).append((name, op))
 
     def sources(self, value: ValueRef) -> ValueSources:
@@ -81,9 +80,11 @@ class Dataflow:
         while pending:
             value_ref = pending.pop()
             op = self._at(value_ref)
-            if op.opcode == "parameter" and value_ref.inside == self._program.entry:
-                arguments.add(int(op.operands[0]))
+            if op.opcode == "parameter" and value_ref.computation == self._program.entry:
+                arguments.add(int(op.literal))
                 continue
+
+            # What carries nothing computes, or is known without any argument.
             sources = list(self._before(value_ref, op))
             if not sources and op.opcode not in _NOTHING:
                 computed[op.name] = op
@@ -95,13 +96,15 @@ class Dataflow:
 
     def results(self, value: ValueRef) -> frozenset[int]:
         """Returns the numbers of the program's results reached by a value."""
-        return frozenset(result.element for result in self._forwards(value) if result.inside == "")
+        return frozenset(
+            result.element for result in self._forwards(value) if result.computation == ""
+        )
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
         """Returns the nearest user with a traced operation other than a conversion."""
         for value_ref in self._forwards(value):
-            inside = self._program.computations.get(value_ref.inside)
-            for user in inside.users[value_ref.name] if inside else ():
+            computation = self._program.computations.get(value_ref.computation)
+            for user in computation.users[value_ref.name] if computation else ():
                 named = user.op_name and not user.op_name.endswith(_CONVERTS)
                 if named and user.opcode not in ("while", "call", "conditional"):
                     return user
@@ -114,13 +117,13 @@ class Dataflow:
         while pending:
             value_ref = pending.popleft()
             yield value_ref
-            for next_ref in self._after(value_ref) if value_ref.inside else ():
+            for next_ref in self._after(value_ref) if value_ref.computation else ():
                 if next_ref not in seen:
                     seen.add(next_ref)
                     pending.append(next_ref)
 
     def _at(self, value: ValueRef) -> Instruction:
-        return self._program.computations[value.inside].by_name[value.name]
+        return self._program.computations[value.computation].by_name[value.name]
 
     def _keeps(self, loop: Instruction, element: int) -> bool:
         (body,) = loop.computations("body")
@@ -131,121 +134,135 @@ class Dataflow:
     def _root(self, name: str, element: int) -> ValueRef:
         return ValueRef(name, self._program.computations[name].root.name, element)
 
+    def _state(self, loop: Instruction, element: int) -> ValueRef:
+        """The state that a loop's body is given."""
+        (name,) = loop.computations("body")
+        (state,) = self._program.computations[name].parameters.values()
+        return ValueRef(name, state.name, element)
+
     def _before(self, value_ref: ValueRef, op: Instruction) -> Iterator[ValueRef]:
-        """Direct sources of a value."""
-        inside, element = value_ref.inside, value_ref.element
-        opcode = op.opcode
-        base = opcode.removesuffix("-start")
-        if opcode == "parameter":
-            yield from self._before_parameter(value_ref, op)
-        elif opcode == "get-tuple-element":
-            yield ValueRef(inside, op.operands[0], op.element)
+        """Yields the direct sources of a value."""
+        computation, element = value_ref.computation, value_ref.element
+        opcode, base = op.opcode, op.opcode.removesuffix("-start")
+
+        # Tuples.
+        if opcode == "get-tuple-element":
+            yield ValueRef(computation, op.operands[0], op.element)
         elif opcode == "tuple":
-            chosen = op.operands if element == _ALL else op.operands[element : element + 1]
-            yield from (ValueRef(inside, name) for name in chosen)
+            names = op.operands if element == _ALL else op.operands[element : element + 1]
+            yield from (ValueRef(computation, name) for name in names)
+
+        # What is given to computations, and what these give.
+        elif opcode == "parameter":
+            yield from self._before_parameter(value_ref, op)
         elif opcode == "while" and element != _ALL:
             if self._keeps(op, element):
-                yield ValueRef(inside, op.operands[0], element)
+                yield ValueRef(computation, op.operands[0], element)
             else:
                 yield self._root(op.computations("body")[0], element)
         elif opcode in ("fusion", "call", "async-start", "conditional"):
-            for name in (*called(op), *branches(op)):
-                yield self._root(name, element)
+            yield from (self._root(name, element) for name in (*op.called, *op.branches))
+
+        # What travels, or goes on meanwhile.
         elif opcode.endswith(("-done", "-update")):
-            yield ValueRef(inside, op.operands[0], element)
+            yield ValueRef(computation, op.operands[0], element)
         elif opcode == "recv":
-            sender = self._meets.get((inside, "send", rendezvous(op)))
+            sender = self._meets.get((computation, "send", rendezvous(op)))
             if sender is not None:
-                yield ValueRef(inside, sender.operands[0])
+                yield ValueRef(computation, sender.operands[0])
         elif base in KINDS or base == "copy":
-            several = len(op.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all"))
-            number = element if several and element != _ALL else 0
-            names = op.operands if several and element == _ALL else op.operands[number:][:1]
-            yield from (ValueRef(inside, name) for name in names)
+            names = op.operands[:1]
+            if len(op.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all")):
+                names = op.operands if element == _ALL else op.operands[element:][:1]
+            yield from (ValueRef(computation, name) for name in names)
+
+        # Other forms and layouts.
         elif opcode in _CARRIES_FIRST:
-            yield ValueRef(inside, op.operands[0], element)
+            yield ValueRef(computation, op.operands[0], element)
         elif opcode in _CARRIES_SEVERAL:
             names = {"select": op.operands[1:], "concatenate": op.operands}
-            yield from (ValueRef(inside, name) for name in names.get(opcode, op.operands[:2]))
+            yield from (ValueRef(computation, name) for name in names.get(opcode, op.operands[:2]))
 
     def _before_parameter(self, value_ref: ValueRef, op: Instruction) -> Iterator[ValueRef]:
-        number, element = int(op.operands[0]), value_ref.element
-        for outside, caller in self._callers.get(value_ref.inside, []):
+        element = value_ref.element
+        for outside, caller in self._callers.get(value_ref.computation, []):
             if caller.opcode == "while":
                 yield ValueRef(outside, caller.operands[0], element)
                 if element != _ALL and not self._keeps(caller, element):
                     yield self._root(caller.computations("body")[0], element)
-            elif caller.opcode == "conditional":
-                yield ValueRef(
-                    outside, caller.operands[branches(caller).index(value_ref.inside) + 1], element
-                )
+            elif caller.opcode == "conditional":  # its first operand chooses the branch
+                branch = caller.branches.index(value_ref.computation)
+                yield ValueRef(outside, caller.operands[branch + 1], element)
             else:
-                yield ValueRef(outside, caller.operands[number], element)
+                yield ValueRef(outside, caller.operands[int(op.literal)], element)
 
     def _after(self, value_ref: ValueRef) -> Iterator[ValueRef]:
-        """Direct destinations of a value; results are in computation ""."""
-        inside = self._program.computations[value_ref.inside]
-        op = inside.by_name[value_ref.name]
-        if op is inside.root:
-            yield from self._after_root(value_ref, inside)
+        """Yields the direct destinations of a value; results are in computation ""."""
+        computation = self._program.computations[value_ref.computation]
+        op = computation.by_name[value_ref.name]
+        if op is computation.root:
+            yield from self._after_root(value_ref, computation)
         if op.opcode == "send":
-            receiver = self._meets.get((value_ref.inside, "recv", rendezvous(op)))
+            receiver = self._meets.get((value_ref.computation, "recv", rendezvous(op)))
             if receiver is not None:
-                yield ValueRef(value_ref.inside, receiver.name)
-        for user in inside.users[value_ref.name]:
-            places = [place for place, name in enumerate(user.operands) if name == value_ref.name]
-            yield from self._into(value_ref, op, user, places)
+                yield ValueRef(value_ref.computation, receiver.name)
+        for user in computation.users[value_ref.name]:
+            yield from self._into(value_ref, op, user)
 
-    def _after_root(self, value_ref: ValueRef, inside: Computation) -> Iterator[ValueRef]:
-        if inside.name == self._program.entry:
-            yield ValueRef("", "", max(value_ref.element, 0))
-        for outside, caller in self._callers.get(inside.name, []):
+    def _after_root(self, value_ref: ValueRef, computation: Computation) -> Iterator[ValueRef]:
+        element = value_ref.element
+        if computation.name == self._program.entry:
+            yield ValueRef("", "", max(element, 0))
+        for outside, caller in self._callers.get(computation.name, []):
             if caller.opcode != "while":
-                yield ValueRef(outside, caller.name, value_ref.element)
-            elif inside.name in caller.computations("body"):
-                yield ValueRef(outside, caller.name, value_ref.element)
-                (state,) = inside.parameters.values()
-                yield ValueRef(inside.name, state.name, value_ref.element)
+                yield ValueRef(outside, caller.name, element)
+            elif computation.name in caller.computations("body"):
+                yield ValueRef(outside, caller.name, element)
+                yield self._state(caller, element)
 
-    def _into(
-        self, value_ref: ValueRef, op: Instruction, user: Instruction, places: list[int]
-    ) -> Iterator[ValueRef]:
-        inside, opcode = value_ref.inside, user.opcode
-        base = opcode.removesuffix("-start")
+    def _into(self, value_ref: ValueRef, op: Instruction, user: Instruction) -> Iterator[ValueRef]:
+        """Yields where a user puts a value."""
+        computation, element = value_ref.computation, value_ref.element
+        opcode, base = user.opcode, user.opcode.removesuffix("-start")
+        numbers = [number for number, name in enumerate(user.operands) if name == op.name]
+        is_first = numbers[0] == 0
+        # A reduction may be over dimensions of one.
+        is_arithmetic = opcode in _ARITHMETIC or (opcode == "reduce" and is_first)
+
+        # Tuples.
         if opcode == "tuple":
-            yield from (ValueRef(inside, user.name, place) for place in places)
+            yield from (ValueRef(computation, user.name, number) for number in numbers)
         elif opcode == "get-tuple-element":
-            if value_ref.element in (_ALL, user.element):
-                yield ValueRef(inside, user.name)
+            if element in (_ALL, user.element):
+                yield ValueRef(computation, user.name)
+
+        # Into computations.
         elif opcode in ("fusion", "call", "async-start"):
-            for name in called(user):
+            for name in user.called:
                 parameters = self._program.computations[name].parameters
-                yield from (
-                    ValueRef(name, parameters[place].name, value_ref.element) for place in places
-                )
-        elif opcode == "send" and places[0] == 0:
-            yield ValueRef(inside, user.name)
+                yield from (ValueRef(name, parameters[n].name, element) for n in numbers)
         elif opcode == "while":
-            for name in user.computations("body"):
-                (state,) = self._program.computations[name].parameters.values()
-                yield ValueRef(name, state.name, value_ref.element)
+            yield self._state(user, element)
+
+        # What travels, goes on meanwhile, or has another form and layout.
+        elif opcode == "send" and is_first:
+            yield ValueRef(computation, user.name)
         elif base in KINDS and len(user.operands) > 1:
-            yield from (ValueRef(inside, user.name, place) for place in places)
+            yield from (ValueRef(computation, user.name, number) for number in numbers)
         elif opcode.endswith(("-done", "-update")) or base in KINDS or base in _CARRIES_FIRST:
-            if places[0] == 0 and opcode != "broadcast":
-                yield ValueRef(inside, user.name, value_ref.element)
+            if is_first and opcode != "broadcast":
+                yield ValueRef(computation, user.name, element)
         elif opcode in _CARRIES_SEVERAL:
-            if opcode != "dynamic-update-slice" or places[0] < 2:
-                yield ValueRef(inside, user.name)
-        elif opcode == "reduce" and places[0] == 0 and _size(user) == _size(op, value_ref.element):
-            yield ValueRef(inside, user.name)  # over dimensions of one
-        elif opcode in _ARITHMETIC and _size(user) == _size(op, value_ref.element):
-            yield ValueRef(inside, user.name)
+            if opcode != "dynamic-update-slice" or numbers[0] < 2:
+                yield ValueRef(computation, user.name)
+
+        # Arithmetic of arrays of one size.
+        elif is_arithmetic and _size(user) == _size(op, element):
+            yield ValueRef(computation, user.name)
 
 
 def _size(op: Instruction, element: int = _ALL) -> int:
-    shape = op.shapes[element if 0 <= element < len(op.shapes) else 0]
-    return math.prod(shape.dims)
+    return op.shapes[element if 0 <= element < len(op.shapes) else 0].size
 
 
 _JOINED = re.compile(r"\(([^()]*(?:\([^()]*\)[^()]*)*:.*)\)$")
@@ -262,49 +279,69 @@ def attribute(
     program: Program, located: Sequence[LocatedCollective], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
     """Fills in ``parameters``, ``why`` and missing origins of collectives."""
-    flow = Dataflow(program)
-    known_updates, likely = aliases(program), likely_updates(program)
+    attribution = _Attribution(program, arguments)
+    return tuple(attribution.attributed(collective) for collective in located)
 
-    def path(number: int) -> str:
-        return arguments[number] if number < len(arguments) else ""
 
-    def updated_by(
-        value: ValueRef, elements: Sequence[int], updates: Mapping[int, int]
-    ) -> tuple[str, ...]:
-        """Paths of the arguments updated with the values sent."""
-        paths: dict[str, None] = {}
-        for element in elements:
-            results = flow.results(value._replace(element=element))
-            numbers = sorted({updates[result] for result in results if result in updates})
-            paths |= dict.fromkeys(_without_states([path(number) for number in numbers]))
-        return tuple(paths)
+class _Attribution:
+    def __init__(self, program: Program, arguments: Sequence[str]) -> None:
+        self._program = program
+        self._arguments = arguments
+        self._flow = Dataflow(program)
+        self._updates = aliases(program)
+        self._likely_updates = likely_updates(program)
 
-    attributed: list[Collective] = []
-    for inside, op, collective, numbers in located:
-        value = ValueRef(inside.name, op.name)
-        sources = [flow.sources(ValueRef(inside.name, op.operands[i])) for i in numbers]
+    def attributed(self, located: LocatedCollective) -> Collective:
+        """Returns the collective with its parameters, origin and reason."""
+        computation, op, collective, numbers = located
+        flow, value = self._flow, ValueRef(computation.name, op.name)
+        sources = [flow.sources(ValueRef(computation.name, op.operands[n])) for n in numbers]
         computed = [instruction for source in sources for instruction in source.computed]
+
+        # Parameters that travel as they are.
         moved: tuple[str, ...] = ()
         if not computed and all(source.arguments for source in sources):
-            numbers = sorted({number for source in sources for number in source.arguments})
-            moved = tuple(name for number in numbers if (name := path(number)))
+            arguments = {number for source in sources for number in source.arguments}
+            paths = [self._path(number) for number in sorted(arguments)]
+            moved = tuple(path for path in paths if path)
+
+        # The operation is that of what is sent, or else of what needs it.
         collective = _with_origin(collective, [op for op in computed if op.op_name])
         if not collective.op_name:
             user = flow.needed_by(value)
             collective = _with_origin(collective, [user] if user else [])
         names = [collective.op_name, *(instruction.op_name for instruction in computed)]
         is_backward = any("transpose(" in name for name in names)
-        # A gradient is one also if it is a result itself, or the step keeps its arguments.
-        updates = likely if is_backward else known_updates
-        elements = numbers if len(op.operands) > 1 and op.opcode != "send" else (_ALL,)
-        updated = () if moved else updated_by(value, elements, updates)
+
+        updated: tuple[str, ...] = ()
+        if not moved:
+            elements = numbers if len(op.operands) > 1 and op.opcode != "send" else (_ALL,)
+            # A gradient is one also if it is a result itself, or the step keeps its arguments.
+            updates = self._likely_updates if is_backward else self._updates
+            updated = self._updated_by(value, elements, updates)
+
         # What takes an array converted needs it, not the conversion.
-        user = flow.needed_by(value) if moved and collective.op_name.endswith(_CONVERTS) else None
-        operation = user.op_name if user else collective.op_name
-        reduces = reduction(program, op)
+        operation = collective.op_name
+        user = flow.needed_by(value) if moved and operation.endswith(_CONVERTS) else None
+        if user:
+            operation = user.op_name
+        reduces = reduction(self._program, op)
         why = _why(collective, operation, moved, updated, reduces, is_backward)
-        attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
-    return tuple(attributed)
+        return dataclasses.replace(collective, parameters=moved or updated, why=why)
+
+    def _path(self, number: int) -> str:
+        return self._arguments[number] if number < len(self._arguments) else ""
+
+    def _updated_by(
+        self, value: ValueRef, elements: Sequence[int], updates: Mapping[int, int]
+    ) -> tuple[str, ...]:
+        """Paths of the arguments updated with the values sent."""
+        paths: dict[str, None] = {}
+        for element in elements:
+            results = self._flow.results(value._replace(element=element))
+            numbers = sorted({updates[result] for result in results if result in updates})
+            paths |= dict.fromkeys(_without_states([self._path(number) for number in numbers]))
+        return tuple(paths)
 
 
 def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collective:
@@ -318,11 +355,13 @@ def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collec
 def _without_states(paths: Sequence[str]) -> list[str]:
     """Leaves out optimizer states, with paths that end like parameters'."""
     ends = {path: re.sub(r"^[^.\[]*", "", path) for path in paths if path}
-    return [
-        path
-        for path in ends
-        if not any(len(o) < len(path) and path.endswith(end) for o, end in ends.items() if end)
-    ]
+
+    def is_state(path: str) -> bool:
+        return any(
+            end and len(other) < len(path) and path.endswith(end) for other, end in ends.items()
+        )
+
+    return [path for path in ends if not is_state(path)]
 
 
 def _why(
@@ -335,27 +374,31 @@ def _why(
 ) -> str:
     # Compilers join the names of the traced operations that they merge.
     joined = _JOINED.search(op_name)
-    parts = joined[1].split(":") if joined else [op_name]
-    operations = list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
+    merged = joined[1].split(":") if joined else [op_name]
+    operations = list(dict.fromkeys(name.rpartition("/")[2] for name in merged if name))
     operation = _listed(operations) or "what comes next"
-    over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
     constraint = next((name for name in operations if _ASKED.match(name)), "")
-    carries = collective.kind not in ("all-reduce", "reduce-scatter")
+
+    over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
     moved_text = _listed(moved) or "an activation"
+    reduces_all = collective.kind in ("all-reduce", "reduce-scatter")
     match collective.kind:
+        # What travels for a parameter.
         case "all-reduce" | "reduce-scatter" if updated and is_backward:
             return f"sums the gradient of {_listed(updated)}{over}"
         case "all-gather" if updated and not is_backward:
             return f"gathers the new {_listed(updated)}{over}"
         case "collective-permute" if updated and is_backward:
             return f"passes on the gradient of {_listed(updated)}"
-        case _ if constraint and not (moved and carries):
+
+        # What travels for an operation, written or not.
+        case _ if constraint and (reduces_all or not moved):
             return f"asked for by {constraint}{over}"
+        case "all-reduce" | "reduce-scatter" if reduces in _EXTREMES:
+            return f"{_EXTREMES[reduces]} of {operation}{over}"
         case "all-reduce" | "reduce-scatter":
-            if reduces in _EXTREMES:
-                return f"{_EXTREMES[reduces]} of {operation}{over}"
-            parts = "partial products" if _PRODUCTS & set(operations) else "parts"
-            return f"sums {parts} of {operation}{over}"
+            summed = "partial products" if _PRODUCTS & set(operations) else "parts"
+            return f"sums {summed} of {operation}{over}"
         case "all-gather":
             return f"gathers {moved_text} before {operation}"
         case "collective-permute" if moved:

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardax.hlo.collectives import groups_of
-from shardax.hlo.execution_counts import branches, called
+from shardax.hlo.groups import groups_of
 from shardax.hlo.program import ArrayShape, Computation, Instruction, Program
 
 DeviceGroups = tuple[tuple[int, ...], ...]
@@ -50,13 +49,14 @@ class ComputationGraph:
         self.program = program
         self.root = computation.root.name
         self._name = computation.name
+        self._groups: dict[str, DeviceGroups] = {}
         self._set(computation.instructions)
 
     def _set(self, instructions: Iterable[Instruction]) -> None:
         self.instructions = {op.name: op for op in instructions}
         self.users: dict[str, list[str]] = {}
         for op in self.instructions.values():
-            for operand in op.inputs:
+            for operand in op.operands:
                 self.users.setdefault(operand, []).append(op.name)
 
     def computation(self) -> Computation:
@@ -66,12 +66,20 @@ class ComputationGraph:
         return Computation(self._name, tuple(marked))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        return [self.instructions[name] for name in instruction.inputs]
+        return [self.instructions[name] for name in instruction.operands]
 
     def only_user(self, name: str) -> Instruction | None:
         """Returns the only user of an instruction, if there is one."""
         users = self.users.get(name, [])
         return self.instructions[users[0]] if len(users) == 1 and name != self.root else None
+
+    def groups(self, reduced: Instruction) -> DeviceGroups:
+        """Returns the groups of an all-reduce, sorted, as their order does not matter to it."""
+        text = reduced.attributes
+        if text not in self._groups:
+            lists = groups_of(reduced, self.program.device_count).lists()
+            self._groups[text] = tuple(sorted(tuple(sorted(group)) for group in lists))
+        return self._groups[text]
 
     def replace(self, changes: Changes) -> None:
         """Replaces instructions; the last new one keeps the name."""
@@ -79,30 +87,38 @@ class ComputationGraph:
         self._set(replacement for name, op in ops for replacement in changes.get(name, (op,)))
 
     def eliminate_dead_code(self) -> None:
-        needed = {self.root}
-        for name, op in reversed(self.instructions.items()):
-            if name in needed or op.opcode == "parameter" or op.opcode in _EFFECTS:
-                needed.update((name, *op.inputs))
-        self._set([op for name, op in self.instructions.items() if name in needed])
+        ops = list(self.instructions.values())
+        needed = _needed(ops, {self.root})
+        self._set([op for op in ops if op.name in needed or op.opcode == "parameter"])
 
     def eliminate_common_subexpressions(self) -> None:
         first: dict[object, str] = {}
         same: dict[str, str] = {}
         renamed: list[Instruction] = []
         for name, op in self.instructions.items():
-            if op.opcode != "parameter":
-                operands = tuple(same.get(operand, operand) for operand in op.operands)
-                op = dataclasses.replace(op, operands=operands)
+            operands = tuple(same.get(operand, operand) for operand in op.operands)
+            op = dataclasses.replace(op, operands=operands)
             renamed.append(op)
+
             if op.opcode in _UNIQUE or "..." in op.literal:
                 continue
             attributes = _METADATA.sub("", op.attributes)
             key = (op.opcode, op.shapes, op.operands, op.literal, attributes)
             if first.setdefault(key, name) != name:
                 same[name] = first[key]
+
         self.root = same.get(self.root, self.root)
         self._set(renamed)
         self.eliminate_dead_code()
+
+
+def _needed(instructions: Sequence[Instruction], results: set[str]) -> set[str]:
+    """Returns the names of results, of effects, and of all that these are computed from."""
+    needed = set(results)
+    for op in reversed(instructions):  # users before what they use
+        if op.name in needed or op.opcode in _EFFECTS:
+            needed.update((op.name, *op.operands))
+    return needed
 
 
 def reduction(program: Program, collective: Instruction) -> str:
@@ -112,32 +128,68 @@ def reduction(program: Program, collective: Instruction) -> str:
     return ""
 
 
+# Dead state of loops.
+
+
 def _without_dead_state(program: Program) -> Program:
     """Eliminates dead elements of loop states."""
     # An element is dead that neither the condition, nor another element that is needed, nor
     # anything after the loop reads. It goes through its loop unchanged, so shapes stay.
     computations = dict(program.computations)
+
+    # Outer loops first, as they say what inner ones are needed for.
     pending = [program.entry]
-    while pending:  # outer loops first, as they say what inner ones are needed for
+    while pending:
         computation = computations[pending.pop()]
-        for loop in computation.instructions:
-            pending.extend(called(loop) if loop.opcode == "call" else branches(loop))
-            if loop.opcode != "while":
-                continue
-            (name,) = loop.computations("body")
-            (condition,) = loop.computations("condition")
-            body = computations[name]
-            (state,) = body.parameters.values()
-            users = computation.users[loop.name]
-            # The state is taken apart and put together element by element.
-            readers = (*users, *body.users[state.name])
-            by_element = all(reader.opcode == "get-tuple-element" for reader in readers)
-            if by_element and body.root.opcode == "tuple" and not loop.is_root:
-                read = _elements_read(computations[condition].instructions)
-                read |= {user.element for user in users}
-                computations[name] = _pass_through_unread(body, state, read)
-            pending.append(name)
+        for op in computation.instructions:
+            if op.opcode == "while":
+                (name,) = op.computations("body")
+                computations[name] = _without_unread(computations, computation, op)
+                pending.append(name)
+            elif op.opcode == "call":
+                pending.extend(op.called)
+            pending.extend(op.branches)
     return dataclasses.replace(program, computations=computations)
+
+
+def _without_unread(
+    computations: Mapping[str, Computation], outside: Computation, loop: Instruction
+) -> Computation:
+    """Returns the body of a loop without what it computes for dead elements."""
+    body = computations[loop.computations("body")[0]]
+    condition = computations[loop.computations("condition")[0]]
+    (state,) = body.parameters.values()
+
+    # The state must be taken apart and put together element by element.
+    users = outside.users[loop.name]
+    readers = (*users, *body.users[state.name])
+    by_element = all(reader.opcode == "get-tuple-element" for reader in readers)
+    if not by_element or body.root.opcode != "tuple" or loop.is_root:
+        return body
+    read = _elements_read(condition.instructions) | {user.element for user in users}
+
+    # What is read needs more elements, until it needs no further ones.
+    root = body.root
+    while True:
+        results = {name for index, name in enumerate(root.operands) if index in read}
+        needed = _needed(body.instructions, {state.name, *results})
+        instructions = [op for op in body.instructions if op.name in needed]
+        more = _elements_read(instructions)
+        if more <= read:
+            break
+        read |= more
+
+    # The others pass through.
+    operands = list(root.operands)
+    for index, name in enumerate(root.operands):
+        if index not in read:
+            operands[index] = f"{root.name}.unread.{index}"
+            shapes, element = body.by_name[name].shapes, f"index={index}"
+            instructions.append(
+                Instruction(operands[index], "get-tuple-element", shapes, (state.name,), element)
+            )
+    root = dataclasses.replace(root, operands=tuple(operands))
+    return Computation(body.name, (*instructions, root))
 
 
 def _elements_read(instructions: Iterable[Instruction]) -> set[int]:
@@ -146,33 +198,6 @@ def _elements_read(instructions: Iterable[Instruction]) -> set[int]:
     state = next(op for op in ops if op.opcode == "parameter")
     reads = [op for op in ops if op.opcode == "get-tuple-element"]
     return {op.element for op in reads if op.operands == (state.name,)}
-
-
-def _pass_through_unread(body: Computation, state: Instruction, read: set[int]) -> Computation:
-    root = body.root
-    effects = [op.name for op in body.instructions if op.opcode in _EFFECTS]
-    while True:
-        needed: set[str] = {state.name}
-        pending = [*(name for index, name in enumerate(root.operands) if index in read), *effects]
-        while pending:
-            name = pending.pop()
-            if name not in needed:
-                needed.add(name)
-                pending.extend(body.by_name[name].inputs)
-        inside = [op for op in body.instructions if op.name in needed]
-        more = read | _elements_read(inside)
-        if more == read:
-            break
-        read = more
-    operands = list(root.operands)
-    for index, name in enumerate(root.operands):
-        if index not in read:
-            operands[index] = f"{root.name}.unread.{index}"
-            shapes, element = body.by_name[name].shapes, f"index={index}"
-            inside.append(
-                Instruction(operands[index], "get-tuple-element", shapes, (state.name,), element)
-            )
-    return Computation(body.name, (*inside, dataclasses.replace(root, operands=tuple(operands))))
 
 
 # A device finds the part of an array that is its own by its number (*partition id*), by arithmetic
@@ -187,6 +212,8 @@ _ARITHMETIC = {
     "multiply": np.multiply,
     "minimum": np.minimum,
     "maximum": np.maximum,
+    "divide": np.floor_divide,
+    "remainder": np.mod,
 }
 
 
@@ -196,11 +223,8 @@ def _scattered_dimension(
     """The dimension of equal slices by the devices of a group."""
     array, *starts = graph.operands(cut)
     whole, part = array.shapes[0].dims, cut.shapes[0].dims
-    dimensions = [
-        d
-        for d, (whole_size, part_size) in enumerate(zip(whole, part, strict=True))
-        if whole_size != part_size
-    ]
+    sizes = zip(whole, part, strict=True)
+    dimensions = [d for d, (whole_size, part_size) in enumerate(sizes) if whole_size != part_size]
     size = len(groups[0])
     if len(dimensions) != 1 or any(len(group) != size for group in groups):
         return None
@@ -208,52 +232,54 @@ def _scattered_dimension(
     offsets = _offsets(graph, starts[dimension])
     if part[dimension] * size != whole[dimension] or offsets is None:
         return None
+
     expected = np.arange(size) * part[dimension]
     return dimension if (np.sort(offsets[np.array(groups)], axis=1) == expected).all() else None
 
 
 def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: DeviceGroups) -> bool:
     """Whether the devices of every group keep the same slice."""
-    all_offsets = [_offsets(graph, start) for start in graph.operands(cut)[1:]]
-    return all(
-        offsets is not None and len(set(offsets[list(group)].tolist())) == 1
-        for offsets in all_offsets
-        for group in groups
-    )
+    for start in graph.operands(cut)[1:]:
+        offsets = _offsets(graph, start)
+        if offsets is None:
+            return False
+        if any(len(set(offsets[list(group)].tolist())) != 1 for group in groups):
+            return False
+    return True
 
 
 def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
-    """The value of an integer, a function of the device number."""
-    devices = np.arange(graph.program.device_count)
-    values = _values(graph, scalar, devices)
-    return None if values is None else np.broadcast_to(values, devices.shape)
-
-
-def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> Numbers | None:
+    """The value of an integer on each device, a function of its number; None if unknown."""
     opcode, operands = scalar.opcode, graph.operands(scalar)
+    devices = np.arange(graph.program.device_count)
+
+    # The device number, constants, and tables of them.
     if opcode == "partition-id":
         return devices
     if opcode == "constant":
         numbers = _numbers(scalar)
-        return np.array(numbers[0]) if numbers and len(numbers) == 1 else None
+        return np.full_like(devices, numbers[0]) if numbers and len(numbers) == 1 else None
     if opcode == "dynamic-slice" and operands[0].opcode == "constant" and len(operands) == 2:
-        table, place = _numbers(operands[0]), _values(graph, operands[1], devices)
-        if table is None or place is None:
+        table, index = _numbers(operands[0]), _offsets(graph, operands[1])
+        if table is None or index is None:
             return None
-        return np.array(table)[np.clip(place, 0, len(table) - 1)]
-    values = [
-        terms for operand in operands if (terms := _values(graph, operand, devices)) is not None
-    ]
-    if not values or len(values) < len(operands):
-        return None
+        return np.array(table)[np.clip(index, 0, len(table) - 1)]
+
+    # Arithmetic.
+    values: list[Numbers] = []
+    for operand in operands:
+        value = _offsets(graph, operand)
+        if value is None:
+            return None
+        values.append(value)
     if opcode in ("reshape", "convert", "copy", "bitcast"):
         return values[0]
-    if opcode in _ARITHMETIC:
-        return _ARITHMETIC[opcode](*values)
-    if opcode in ("divide", "remainder") and np.all(values[1] != 0):
-        # Of numbers that are not negative, as these are, HLO's are those of Python.
-        return (np.floor_divide if opcode == "divide" else np.mod)(*values)
-    return np.clip(values[1], values[0], values[2]) if opcode == "clamp" else None
+    if opcode == "clamp":
+        return np.clip(values[1], values[0], values[2])
+    # Of numbers that are not negative, as these are, HLO's division is that of Python.
+    if opcode in ("divide", "remainder") and not np.all(values[1]):
+        return None
+    return _ARITHMETIC[opcode](*values) if opcode in _ARITHMETIC else None
 
 
 def _numbers(constant: Instruction) -> list[int] | None:
@@ -264,29 +290,17 @@ def _numbers(constant: Instruction) -> list[int] | None:
     return [int(digits) for digits in _NUMBER.findall(constant.literal)]
 
 
-FindGroups = Callable[[Instruction], DeviceGroups | None]
+# Rewrites of collectives.
+
 Changes = Mapping[str, tuple[Instruction, ...]]
 # Yields names of instructions that belong together, and what takes the place of some of them.
-Rewrite = Callable[[ComputationGraph, FindGroups], Iterator[tuple[set[str], Changes]]]
+Rewrite = Callable[[ComputationGraph], Iterator[tuple[set[str], Changes]]]
 
 
 def rewritten(program: Program) -> Program:
     """Returns a partitioned program with an accelerator's collectives."""
     # Its shapes, operands and groups are true; it is to be counted, not compiled.
     program = _without_dead_state(program)
-    groups_by_text: dict[str, DeviceGroups] = {}
-
-    def groups(op: Instruction) -> DeviceGroups | None:
-        if op.opcode not in _COLLECTIVES:
-            return None
-        if op.attributes not in groups_by_text:
-            lists = groups_of(op, program.device_count).lists()
-            # For a reduction neither the order in a group nor that of groups matters.
-            if op.opcode == "all-reduce":
-                lists = sorted(sorted(group) for group in lists)
-            groups_by_text[op.attributes] = tuple(tuple(group) for group in lists)
-        return groups_by_text[op.attributes]
-
     computations = dict(program.computations)
     for name, computation in program.computations.items():
         if not any(op.opcode in _COLLECTIVES for op in computation.instructions):
@@ -295,17 +309,17 @@ def rewritten(program: Program) -> Program:
         graph.eliminate_dead_code()
         graph.eliminate_common_subexpressions()
         for rewrite in (_cut_first, _sum_over_both, _add_first, _scatter):
-            while _apply(rewrite, graph, groups):
+            while _apply(rewrite, graph):
                 graph.eliminate_dead_code()
         computations[name] = graph.computation()
     return dataclasses.replace(program, computations=computations)
 
 
-def _apply(rewrite: Rewrite, graph: ComputationGraph, groups: FindGroups) -> bool:
+def _apply(rewrite: Rewrite, graph: ComputationGraph) -> bool:
     """Makes all independent changes; whether there was one."""
     changes: dict[str, tuple[Instruction, ...]] = {}
     touched: set[str] = set()
-    for names, changed in rewrite(graph, groups):
+    for names, changed in rewrite(graph):
         if touched.isdisjoint(names):
             touched |= names
             changes.update(changed)
@@ -313,31 +327,29 @@ def _apply(rewrite: Rewrite, graph: ComputationGraph, groups: FindGroups) -> boo
     return bool(changes)
 
 
-def _cut_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _is_reduction(op: Instruction) -> bool:
+    return op.opcode == "all-reduce" and len(op.operands) == 1
+
+
+def _cut_first(graph: ComputationGraph) -> Iterator[tuple[set[str], Changes]]:
     """Sums only the part kept by all devices of a group."""
     for reduced in graph.instructions.values():
         cut = graph.only_user(reduced.name) if _is_reduction(reduced) else None
         if cut is None or cut.opcode != "dynamic-slice" or cut.operands[0] != reduced.name:
             continue
-        device_groups = groups(reduced)
-        if (
-            device_groups is None
-            or len(device_groups[0]) < 2
-            or not _is_sliced_alike(graph, cut, device_groups)
-        ):
+        groups = graph.groups(reduced)
+        if len(groups[0]) < 2 or not _is_sliced_alike(graph, cut, groups):
             continue
-        part = dataclasses.replace(
-            cut, name=f"{cut.name}.first", operands=(reduced.operands[0], *cut.operands[1:])
-        )
+
+        operands = (reduced.operands[0], *cut.operands[1:])
+        part = dataclasses.replace(cut, name=f"{cut.name}.first", operands=operands)
         total = dataclasses.replace(
             reduced, name=cut.name, operands=(part.name,), shapes=cut.shapes
         )
         yield {reduced.name, cut.name}, {cut.name: (part, total)}
 
 
-def _sum_over_both(
-    graph: ComputationGraph, groups: FindGroups
-) -> Iterator[tuple[set[str], Changes]]:
+def _sum_over_both(graph: ComputationGraph) -> Iterator[tuple[set[str], Changes]]:
     """Joins a reduction of a reduction, over other devices, to one."""
     for outer in graph.instructions.values():
         if not _is_reduction(outer):
@@ -347,9 +359,10 @@ def _sum_over_both(
             continue
         if reduction(graph.program, inner) != reduction(graph.program, outer):
             continue
-        both = _product(groups(inner), groups(outer))
+        both = _product(graph.groups(inner), graph.groups(outer))
         if both is None:
             continue
+
         text = ",".join("{" + ",".join(map(str, group)) + "}" for group in both)
         reduces = outer.attribute("to_apply")
         joined = dataclasses.replace(
@@ -360,48 +373,42 @@ def _sum_over_both(
         yield {inner.name, outer.name}, {outer.name: (joined,)}
 
 
-def _product(first: DeviceGroups | None, second: DeviceGroups | None) -> DeviceGroups | None:
+def _product(first: DeviceGroups, second: DeviceGroups) -> DeviceGroups | None:
     """The common groups of two sets of groups, if regular."""
-    if first is None or second is None:
-        return None
-    of_first = {device: group for group in first for device in group}
-    of_second = {device: group for group in second for device in group}
-    joined: dict[int, tuple[int, ...]] = {}
-    for device, group in of_first.items():
-        joined[device] = tuple(
-            sorted({d for device_id in group for d in of_second.get(device_id, ())})
-        )
+    group_of = {device: group for group in second for device in group}
+    product: set[tuple[int, ...]] = set()
+    for group in first:
+        joined = {member for device in group for member in group_of.get(device, ())}
+        product.add(tuple(sorted(joined)))
+
     size = len(first[0]) * len(second[0])
-    product = set(joined.values())
-    if any(len(group) != size for group in product) or sum(map(len, product)) != len(joined):
+    devices = sum(map(len, first))
+    if any(len(group) != size for group in product) or sum(map(len, product)) != devices:
         return None
     return tuple(sorted(product))
 
 
-def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _add_first(graph: ComputationGraph) -> Iterator[tuple[set[str], Changes]]:
     """Adds before two sums over the devices, to make them one."""
     for added in graph.instructions.values():
         if added.opcode != "add" or len(set(added.operands)) != 2:
             continue
-        sums = [
-            sum_path for name in added.operands if (sum_path := _summed(graph, name)) is not None
-        ]
-        if len(sums) < 2:
+        left, right = (_summed(graph, name) for name in added.operands)
+        if left is None or right is None:
             continue
-        (first, on_first), (second, on_second) = sums
-        if groups(first) != groups(second):
+        (first, on_first), (second, on_second) = left, right
+        if graph.groups(first) != graph.groups(second):
             continue
         if added.shapes[0].bytes > max(first.bytes, second.bytes):
             continue  # sent before it was widened
-        inputs_of = {op.name: op.operands[0] for op in (first, second)}
+
         # The sum takes what is summed, through the same changes of layout; then all is reduced.
-        below = [graph.instructions[name] for name in {added.name, *on_first, *on_second}]
-        moved = {
-            op.name: dataclasses.replace(
-                op, operands=tuple(inputs_of.get(name, name) for name in op.operands)
-            )
-            for op in below
-        }
+        inputs_of = {op.name: op.operands[0] for op in (first, second)}
+        moved: dict[str, Instruction] = {}
+        for name in {added.name, *on_first, *on_second}:
+            op = graph.instructions[name]
+            operands = tuple(inputs_of.get(operand, operand) for operand in op.operands)
+            moved[name] = dataclasses.replace(op, operands=operands)
         inner = dataclasses.replace(moved[added.name], name=f"{added.name}.before")
         total = dataclasses.replace(
             first, name=added.name, shapes=added.shapes, operands=(inner.name,)
@@ -412,41 +419,37 @@ def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[se
 
 def _summed(graph: ComputationGraph, name: str) -> tuple[Instruction, set[str]] | None:
     """The all-reduce under layout changes, and names of these changes."""
-    on_the_way: set[str] = set()
+    changes: set[str] = set()
     while graph.only_user(name) is not None:
         op = graph.instructions[name]
         if _is_reduction(op):
-            return (op, on_the_way) if reduction(graph.program, op) == "add" else None
+            return (op, changes) if reduction(graph.program, op) == "add" else None
         if op.opcode not in _LAYOUT:
             return None
-        on_the_way.add(name)
+        changes.add(name)
         (name,) = op.operands
     return None
 
 
-def _is_reduction(op: Instruction) -> bool:
-    return op.opcode == "all-reduce" and len(op.operands) == 1
-
-
-def _scatter(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
+def _scatter(graph: ComputationGraph) -> Iterator[tuple[set[str], Changes]]:
     """Makes a sum with one part kept by each device a reduce-scatter."""
     for reduced in graph.instructions.values():
         if not _is_reduction(reduced):
             continue
-        changes, cut = [reduced], graph.only_user(reduced.name)
+
+        # From the sum, through changes of layout, to where it is cut.
+        path, cut = [reduced], graph.only_user(reduced.name)
         while cut is not None and cut.opcode in _LAYOUT:
-            changes.append(cut)
+            path.append(cut)
             cut = graph.only_user(cut.name)
-        device_groups = groups(reduced)
-        if cut is None or cut.opcode != "dynamic-slice" or device_groups is None:
+        if cut is None or cut.opcode != "dynamic-slice" or cut.operands[0] != path[-1].name:
             continue
-        if cut.operands[0] != changes[-1].name:
-            continue
-        dimension = _scattered_dimension(graph, cut, device_groups)
+        dimension = _scattered_dimension(graph, cut, graph.groups(reduced))
         if dimension is None:
             continue
-        array, dtype = changes[-1], reduced.shapes[0].dtype
+
         # What is sent is as wide as it was, also if it is converted on the way.
+        array, dtype = path[-1], reduced.shapes[0].dtype
         narrow = dataclasses.replace(
             array,
             name=f"{cut.name}.whole",
@@ -464,5 +467,5 @@ def _scatter(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[
         )
         part = dataclasses.replace(cut, opcode="convert", operands=(scatter.name,), attributes="")
         local = dataclasses.replace(reduced, opcode="copy", attributes="")
-        names = {cut.name, *(op.name for op in changes)}
+        names = {cut.name, *(op.name for op in path)}
         yield names, {reduced.name: (local,), cut.name: (narrow, scatter, part)}

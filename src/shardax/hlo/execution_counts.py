@@ -17,8 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardax.hlo.program import Computation, HloReadError, Instruction, Program
+from shardax.hlo import errors
+from shardax.hlo.program import Computation, Instruction, Program
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"[su]\d+$")
@@ -40,31 +42,18 @@ class ExecutionCounts:
     warnings: tuple[str, ...]
 
 
-def called(op: Instruction) -> tuple[str, ...]:
-    """Returns the computations run by an instruction, without a conditional's branches."""
-    match op.opcode.removesuffix("-start"):
-        case "fusion" | "async":
-            return op.computations("calls")
-        case "call":
-            return op.computations("to_apply", "calls")
-        case "while":
-            return op.computations("body", "condition")
-        case "custom-call":
-            return op.computations("called_computations", "calls")
-        case _:
-            return ()
-
-
-def branches(op: Instruction) -> tuple[str, ...]:
-    """Returns the branches of a conditional; none of other instructions."""
-    if op.opcode != "conditional":
-        return ()
-    return op.computations("branch_computations", "true_computation", "false_computation")
-
-
 def count_executions(program: Program, cost: Cost) -> ExecutionCounts:
     """Counts the runs of the computations of a program."""
     return _ExecutionCounter(program, cost).count()
+
+
+class _CallSite(NamedTuple):
+    """Runs of a computation in one run of another."""
+
+    caller: Instruction
+    callee: str
+    times: int = 1
+    doubt: str = ""  # a sentence, if the number of runs is not known
 
 
 class _ExecutionCounter:
@@ -72,81 +61,78 @@ class _ExecutionCounter:
         self._program = program
         self._own_cost = cost
         self._costs: dict[str, float] = {}
-        self._trips: dict[tuple[str, str], int | None] = {}
+        self._call_sites: dict[str, list[_CallSite]] = {}
 
     def count(self) -> ExecutionCounts:
         counts: dict[str, int] = {self._program.entry: 1}
         unknown: set[str] = set()
         warnings: dict[str, None] = {}
         for name in self._callers_first():
-            if name not in counts:
-                continue
-            for caller, callee, times, doubt in self._calls(self._computation(name)):
+            for op, callee, times, doubt in self._calls(name):
                 counts[callee] = counts.get(callee, 0) + counts[name] * times
                 if doubt or name in unknown:
                     unknown.add(callee)
-                if doubt and self._cost(callee, caller):
-                    where = caller.source or caller.op_name
-                    warnings[f"{doubt} ({caller.name}{f', {where}' if where else ''})."] = None
+
+                # What costs nothing either way is no news.
+                if doubt and self._cost(callee, op):
+                    origin = op.source or op.op_name
+                    where = f", {origin}" if origin else ""
+                    warnings[f"{doubt} ({op.name}{where})."] = None
         return ExecutionCounts(counts, frozenset(unknown), tuple(warnings))
 
     def _callers_first(self) -> list[str]:
-        """Names of computations, callers before their callees."""
+        """Names of the computations that run, callers before their callees."""
         done: dict[str, None] = {}
         begun: set[str] = set()
 
         def visit(name: str) -> None:
             begun.add(name)
-            for _, callee, _, _ in self._calls(self._computation(name)):
-                if callee not in begun:
-                    visit(callee)
-                elif callee not in done:
-                    raise HloReadError(f"Computation {callee!r} calls itself.")
+            for call in self._calls(name):
+                if call.callee not in begun:
+                    visit(call.callee)
+                elif call.callee not in done:
+                    raise errors.recursive_computation(call.callee)
             done[name] = None
 
         visit(self._program.entry)
         return list(reversed(done))
 
-    def _calls(self, inside: Computation) -> Iterator[tuple[Instruction, str, int, str]]:
-        """Yields callers, callees, numbers of runs, and doubts."""
-        for op in inside.instructions:
+    def _calls(self, name: str, caller: Instruction | None = None) -> list[_CallSite]:
+        """What a computation runs: of a conditional, the branch that costs most."""
+        if name not in self._call_sites:
+            if name not in self._program.computations:
+                raise errors.missing_computation(name, caller)
+            self._call_sites[name] = list(self._find_calls(self._program.computations[name]))
+        return self._call_sites[name]
+
+    def _find_calls(self, computation: Computation) -> Iterator[_CallSite]:
+        for op in computation.instructions:
             if op.opcode == "while":
-                key = inside.name, op.name
-                if key not in self._trips:
-                    self._trips[key] = trip_count(self._program, inside, op)
-                trips = self._trips[key]
-                doubt = "" if trips is not None else "One turn is counted of a loop of no known end"
-                times = 1 if trips is None else trips
-                for name in op.computations("body"):
-                    yield op, name, times, doubt
-                for name in op.computations("condition"):
-                    yield op, name, times + 1, doubt
-                continue
-            for name in called(op):
-                yield op, name, 1, ""
-            choices = branches(op)
-            if choices:
-                name = max(choices, key=lambda choice: self._cost(choice, op))
-                yield op, name, 1, "Of a conditional the dearest branch is counted"
+                trips, doubt = trip_count(self._program, computation, op), ""
+                if trips is None:
+                    trips, doubt = 1, "One turn is counted of a loop of no known end"
+                # The condition is asked once more, at the end.
+                for times, key in ((trips, "body"), (trips + 1, "condition")):
+                    yield from (_CallSite(op, name, times, doubt) for name in op.computations(key))
+            elif op.branches:
+                dearest = max(op.branches, key=lambda branch: self._cost(branch, op))
+                doubt = "Of a conditional the dearest branch is counted"
+                yield _CallSite(op, dearest, doubt=doubt)
+            else:
+                yield from (_CallSite(op, name) for name in op.called)
 
     def _cost(self, name: str, caller: Instruction) -> float:
         if name not in self._costs:
-            inside = self._computation(name, caller)
-            own_cost = sum(self._own_cost(inside, op) for op in inside.instructions)
+            calls = self._calls(name, caller)
+            computation = self._program.computations[name]
+            own_cost = sum(self._own_cost(computation, op) for op in computation.instructions)
             self._costs[name] = own_cost + sum(
-                times * self._cost(callee, op) for op, callee, times, _ in self._calls(inside)
+                times * self._cost(callee, op) for op, callee, times, _ in calls
             )
         return self._costs[name]
 
-    def _computation(self, name: str, caller: Instruction | None = None) -> Computation:
-        computation = self._program.computations.get(name)
-        if computation is None:
-            where = f" that {caller.name!r} calls" if caller else ""
-            raise HloReadError(
-                f"The program does not hold computation {name!r}{where}; its text is cut or "
-                "changed."
-            )
-        return computation
+
+# Trip counts.
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,7 @@ Scalars = AffineExpr | tuple["Scalars", ...] | None
 """A number, a tuple, or what is not known."""
 
 
-def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
+def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
     """Returns the trips of a ``while``; None if unknown before the run."""
     match = _TRIPS.search(loop.attributes)
     if match:
@@ -178,13 +164,17 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
     body = _callee(program, loop, "body")
     if condition is None or body is None or not loop.operands:
         return None
+
+    # The loop's state before the first turn and after each, as far as it is affine.
     state = tuple(AffineExpr(0, ((element, 1),)) for element in range(len(loop.shapes)))
-    test = _test(program, condition, state)
-    start = _ScalarEvaluator(program, inside, ()).value(loop.operands[0])
+    start = _ScalarEvaluator(program, computation, ()).value(loop.operands[0])
     next_values = _ScalarEvaluator(program, body, (state,)).value(body.root.name)
+    test = _test(program, condition, state)
     if test is None or not isinstance(start, tuple) or not isinstance(next_values, tuple):
         return None
-    difference, direction = test  # the loop runs on while `difference direction 0`
+
+    # The loop runs on while `difference direction 0`, and each turn adds the same to it.
+    difference, direction = test
     first, step = AffineExpr(difference.constant), AffineExpr(0)
     for element, factor in difference.terms:
         initial, next_value = _at(start, element), _at(next_values, element)
@@ -199,16 +189,17 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
 
 def _steps(first: int, step: int, direction: str) -> int | None:
     """Number of ``first``, ``first + step``, ... that compare true with 0."""
-    if direction in ("LT", "LE"):
-        first, step = -first, -step
-        direction = "GT" if direction == "LT" else "GE"
     if direction == "NE":
         if first == 0:
             return 0
         if step == 0 or first % step or -first // step < 0:
             return None
         return -first // step
-    if direction == "GE":
+
+    # All others are "greater than 0", mirrored or of the next integer.
+    if direction in ("LT", "LE"):
+        first, step = -first, -step
+    if direction in ("LE", "GE"):
         first += 1
     if first <= 0:
         return 0
@@ -223,6 +214,8 @@ def _test(
     root = condition.root
     while _keeps_values(root):
         root = condition.by_name[root.operands[0]]
+
+    # The comparison may stand in a fusion.
     if root.opcode in ("fusion", "call"):
         callee = _callee(program, root, "calls", "to_apply")
         if callee is None:
@@ -231,21 +224,24 @@ def _test(
         evaluator, root = _ScalarEvaluator(program, callee, arguments), callee.root
     if root.opcode != "compare" or len(root.operands) != 2:
         return None
+
     left, right = (evaluator.value(name) for name in root.operands)
-    direction = root.attribute("direction") or ""
+    direction = root.attribute("direction")
     if not isinstance(left, AffineExpr) or not isinstance(right, AffineExpr):
         return None
-    return (
-        (left.plus(right, -1), direction) if direction in ("LT", "LE", "GT", "GE", "NE") else None
-    )
+    if direction not in ("LT", "LE", "GT", "GE", "NE"):
+        return None
+    return left.plus(right, -1), direction
 
 
 class _ScalarEvaluator:
     """Evaluates the integers of a computation, as far as they are affine."""
 
-    def __init__(self, program: Program, inside: Computation, arguments: Sequence[Scalars]) -> None:
+    def __init__(
+        self, program: Program, computation: Computation, arguments: Sequence[Scalars]
+    ) -> None:
         self._program = program
-        self._inside = inside
+        self._inside = computation
         self._arguments = arguments
         self._values: dict[str, Scalars] = {}
 
@@ -256,40 +252,52 @@ class _ScalarEvaluator:
         return self._values[name]
 
     def _evaluate(self, op: Instruction) -> Scalars:
-        opcode = op.opcode
-        if opcode == "parameter":
-            number = int(op.operands[0])
+        # Parameters, tuples and calls pass values on.
+        if op.opcode == "parameter":
+            number = int(op.literal)
             return self._arguments[number] if number < len(self._arguments) else None
-        if opcode == "tuple":
+        if op.opcode == "tuple":
             return tuple(self.value(name) for name in op.operands)
-        if opcode == "get-tuple-element":
-            index = op.attribute("index") or ""
-            return _at(self.value(op.operands[0]), int(index) if index.isdigit() else -1)
+        if op.opcode == "get-tuple-element":
+            return _at(self.value(op.operands[0]), op.element)
         if _keeps_values(op) and op.operands:
             return self.value(op.operands[0])
-        if opcode in ("fusion", "call"):
+        if op.opcode in ("fusion", "call"):
             callee = _callee(self._program, op, "calls", "to_apply")
             if callee is None or len(callee.instructions) > _LARGEST_CALLEE:
                 return None
             arguments = tuple(self.value(name) for name in op.operands)
             return _ScalarEvaluator(self._program, callee, arguments).value(callee.root.name)
+
         if not op.shapes or op.shapes[0].size != 1 or not _INTEGER.match(op.shapes[0].dtype):
             return None
-        if opcode == "constant":
+        if op.opcode == "constant":
             literal = op.literal.strip("{} ")
             return AffineExpr(int(literal)) if re.fullmatch(r"-?\d+", literal) else None
-        if opcode not in ("add", "subtract", "multiply", "negate"):
+        return self._arithmetic(op)
+
+    def _arithmetic(self, op: Instruction) -> AffineExpr | None:
+        if op.opcode not in ("add", "subtract", "multiply", "negate"):
             return None
-        numbers = [value for n in op.operands if isinstance(value := self.value(n), AffineExpr)]
-        if len(numbers) < len(op.operands):
-            return None
-        left, *rights = numbers
-        if opcode == "negate":
-            return AffineExpr(0).plus(left, -1)
-        if opcode == "multiply":
-            left, right = (left, rights[0]) if not rights[0].terms else (rights[0], left)
-            return AffineExpr(0).plus(left, right.constant) if not right.terms else None
-        return left.plus(rights[0], 1 if opcode == "add" else -1)
+        numbers: list[AffineExpr] = []
+        for name in op.operands:
+            value = self.value(name)
+            if not isinstance(value, AffineExpr):
+                return None
+            numbers.append(value)
+
+        if op.opcode == "negate":
+            return AffineExpr(0).plus(numbers[0], -1)
+        left, right = numbers
+        if op.opcode == "add":
+            return left.plus(right)
+        if op.opcode == "subtract":
+            return left.plus(right, -1)
+
+        # A product is affine if one side is a constant.
+        if left.terms:
+            left, right = right, left
+        return None if left.terms else AffineExpr(0).plus(right, left.constant)
 
 
 def _keeps_values(op: Instruction) -> bool:

@@ -25,8 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from shardax.hlo.execution_counts import branches, called
-from shardax.hlo.program import ArrayShape, Computation, Instruction, Program, balanced
+from shardax.hlo.program import VIEWS, ArrayShape, Computation, Instruction, Program, balanced
 
 Element = frozenset[str]
 """The buffers that must be there for a value to be known."""
@@ -43,7 +42,6 @@ _FUSIBLE = frozenset(
         *("sqrt", "subtract", "tan", "tanh", "transpose", "xor", "dynamic-slice"),
     }
 )
-VIEWS = frozenset({"bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape"})
 _NAMES = VIEWS | {"parameter", "tuple", "get-tuple-element"}
 # What is fused into these fills no buffer; into an update, nothing but what it updates does.
 _TAKES_ANY = frozenset({"reduce", "gather"})
@@ -51,29 +49,36 @@ UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
 
 class BufferTable:
-    """Buffers of a computation."""
+    """Buffers of a computation.
+
+    Args:
+        computation: What is run.
+        kept_by_loop: By loop, the elements of its state that it leaves as they are.
+        own_elements: Of a loop's body, those of the body itself.
+    """
 
     def __init__(
         self,
-        inside: Computation,
-        kept_by_loop: Mapping[
-            str, frozenset[int]
-        ],  # by loop, the elements that it leaves as they are
-        own_elements: frozenset[int] | None = None,  # of a loop's body, those of the body itself
+        computation: Computation,
+        kept_by_loop: Mapping[str, frozenset[int]],
+        own_elements: frozenset[int] | None = None,
     ) -> None:
-        self._inside = inside
+        self._inside = computation
         self._kept = kept_by_loop
         self._own = own_elements
         self._replaced: set[str] = set()  # what a loop starts with and writes over
         self.sizes: dict[str, int] = {}  # bytes, but for buffers that are given and kept
         self.elements: dict[str, tuple[Element, ...]] = {}  # of results; one if it is no tuple
+
         # Names of what could be fused, but must fill a buffer for a user.
-        self._filled = set(self._origins(inside.root.name))
-        for op in inside.instructions:
-            if op.opcode not in _FUSIBLE | _NAMES | _TAKES_ANY:
-                names = op.operands[:1] if op.opcode in UPDATES else op.operands
-                self._filled.update(origin for name in names for origin in self._origins(name))
-        for op in inside.instructions:
+        self._filled = set(self._origins(computation.root.name))
+        for op in computation.instructions:
+            if op.opcode in _FUSIBLE | _NAMES | _TAKES_ANY:
+                continue
+            for name in op.operands[:1] if op.opcode in UPDATES else op.operands:
+                self._filled.update(self._origins(name))
+
+        for op in computation.instructions:
             self.elements[op.name] = self._elements(op)
 
     def fills_buffer(self, op: Instruction) -> bool:
@@ -87,10 +92,15 @@ class BufferTable:
 
     def needed(self, op: Instruction) -> Element:
         """Returns the buffers read by an instruction."""
-        return frozenset().union(*(self._whole(name) for name in op.inputs))
+        return frozenset().union(*(self.held(name) for name in op.operands))
 
-    def _whole(self, name: str) -> Element:
+    def held(self, name: str) -> Element:
+        """Returns the buffers of all elements of a result."""
         return frozenset().union(*self.elements[name])
+
+    def filled_by(self, name: str) -> list[str]:
+        """Returns those buffers of a result that its own instruction fills."""
+        return [buffer for buffer in self.held(name) if buffer.partition("#")[0] == name]
 
     def _viewed(self, name: str) -> Instruction:
         op = self._inside.by_name[name]
@@ -114,20 +124,20 @@ class BufferTable:
             case "parameter":
                 return self._parameter(op)
             case "tuple":
-                return tuple(self._whole(name) for name in op.operands)
+                return tuple(self.held(name) for name in op.operands)
             case "get-tuple-element":
                 elements = self.elements[op.operands[0]]
-                number = op.element
-                return (elements[number] if number < len(elements) else self._whole(op.name),)
+                return (elements[op.element],)
             case "while":
                 return self._loop(op)
             # An update in place: in a buffer, not in an argument.
-            case "dynamic-update-slice" | "scatter" if len(self._whole(op.operands[0])) == 1:
+            case "dynamic-update-slice" | "scatter" if len(self.held(op.operands[0])) == 1:
                 return self.elements[op.operands[0]]
         if op.opcode in VIEWS:
             return self.elements[op.operands[0]]
         if not self.fills_buffer(op):
             return (self.needed(op),)
+
         self.sizes[op.name] = op.bytes
         return (frozenset({op.name}),) * max(1, len(op.shapes))
 
@@ -136,77 +146,85 @@ class BufferTable:
             return (frozenset(),) * max(1, len(op.shapes))
         elements: list[Element] = []
         for number, shape in enumerate(op.shapes):
-            name = f"{op.name}#{number}"
-            if number not in self._own:
-                self.sizes[name] = shape.bytes
-            elements.append(frozenset() if number in self._own else frozenset({name}))
+            if number in self._own:
+                elements.append(frozenset())
+            else:
+                elements.append(self._new_buffer(op, number, shape))
         return tuple(elements)
 
     def _loop(self, op: Instruction) -> tuple[Element, ...]:
         """Elements of a loop's result, in place of the initial ones."""
-        elements: list[Element] = []
         operands = [self._inside.by_name[name] for name in op.operands]
         names = operands[0].operands if operands[0].opcode == "tuple" else [""] * len(op.shapes)
         starts = [element for name in op.operands for element in self.elements[name]]
+        elements: list[Element] = []
         for number, (name, start, shape) in enumerate(zip(names, starts, op.shapes, strict=True)):
+            element = start
             if number not in self._kept.get(op.name, ()):
+                # What other loops or instructions still hold cannot be written over.
                 if len(start) != 1 or name in self._replaced:
-                    start = frozenset({f"{op.name}#{number}"})
-                    self.sizes[f"{op.name}#{number}"] = shape.bytes
+                    element = self._new_buffer(op, number, shape)
                 self._replaced.add(name)
-            elements.append(start)
+            elements.append(element)
         return tuple(elements)
+
+    def _new_buffer(self, op: Instruction, number: int, shape: ArrayShape) -> Element:
+        """Adds a buffer for an element of a result."""
+        name = f"{op.name}#{number}"
+        self.sizes[name] = shape.bytes
+        return frozenset({name})
 
 
 def kept_elements(body: Computation) -> frozenset[int]:
     """Returns the elements of its state kept by a loop's body."""
     if body.root.opcode != "tuple":
         return frozenset()
-    unchanged = set()
+    kept: set[int] = set()
     for number, name in enumerate(body.root.operands):
         op = body.by_name[name]
         while op.opcode in ("copy", "bitcast"):
             op = body.by_name[op.operands[0]]
-        if op.opcode != "get-tuple-element" or op.element != number:
-            continue
-        if body.by_name[op.operands[0]].opcode == "parameter":
-            unchanged.add(number)
-    return frozenset(unchanged)
+        is_element = op.opcode == "get-tuple-element" and op.element == number
+        if is_element and body.by_name[op.operands[0]].opcode == "parameter":
+            kept.add(number)
+    return frozenset(kept)
 
 
-def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Instruction]:
+def least_memory_schedule(computation: Computation, buffers: BufferTable) -> list[Instruction]:
     """Schedules the instructions with buffers of their own for little memory."""
     scheduled = buffers.scheduled()
-    place = {op.name: number for number, op in enumerate(scheduled)}
-    reached: dict[str, frozenset[str]] = {}  # by name, what a value is computed from directly
+    position = {op.name: number for number, op in enumerate(scheduled)}
+
+    # What must run before what: an instruction needs those that its operands are computed from.
+    origins_of: dict[str, frozenset[str]] = {}
     users: dict[str, list[str]] = {}
     waiting: dict[str, int] = {}  # by name, how many others must run before
-    for op in inside.instructions:
-        origins = frozenset().union(*(reached[name] for name in op.inputs))
-        reached[op.name] = origins
-        if op.name in place:
-            reached[op.name] = frozenset({op.name})
+    for op in computation.instructions:
+        origins = frozenset().union(*(origins_of[name] for name in op.operands))
+        origins_of[op.name] = origins
+        if op.name in position:
+            origins_of[op.name] = frozenset({op.name})
             waiting[op.name] = len(origins)
             for origin in origins:
                 users.setdefault(origin, []).append(op.name)
+
+    # What is still to read each buffer; "" is who called, who needs the result.
     reads = {op.name: buffers.needed(op) for op in scheduled}
-    left: dict[str, set[str]] = {}  # by buffer, what is still to read it
+    readers: dict[str, set[str]] = {}
     for name, read in reads.items():
         for buffer in read:
-            left.setdefault(buffer, set()).add(name)
-    for element in buffers.elements[inside.root.name]:
-        for buffer in element:
-            left.setdefault(buffer, set()).add("")  # the result is needed by who called
+            readers.setdefault(buffer, set()).add(name)
+    for buffer in buffers.held(computation.root.name):
+        readers.setdefault(buffer, set()).add("")
 
     def cost(name: str) -> int:
-        buffers_of_op = {
-            b for e in buffers.elements[name] for b in e if b.partition("#")[0] == name
-        }
-        fills = sum(buffers.sizes.get(buffer, 0) for buffer in buffers_of_op)
-        frees = sum(buffers.sizes.get(b, 0) for b in reads[name] if left[b] == {name})
-        return fills - frees
+        """Bytes that an instruction fills, less those that it frees."""
+        fills = sum(buffers.sizes.get(buffer, 0) for buffer in buffers.filled_by(name))
+        last_read = [buffer for buffer in reads[name] if readers[buffer] == {name}]
+        return fills - sum(buffers.sizes.get(buffer, 0) for buffer in last_read)
 
-    ready = [(cost(name), place[name]) for name, count in waiting.items() if not count]
+    # A cost changes with what has run; the heap may hold an instruction several times.
+    ready = [(cost(name), position[name]) for name, count in waiting.items() if not count]
     heapq.heapify(ready)
     order: dict[str, Instruction] = {}
     while ready:
@@ -215,16 +233,17 @@ def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Ins
         if op.name in order:
             continue
         order[op.name] = op
+
         changed = set(users.get(op.name, []))
         for user in changed:
             waiting[user] -= 1
         for buffer in reads[op.name]:
-            left[buffer].discard(op.name)
-            if len(left[buffer]) == 1:
-                changed |= left[buffer] - {""}
+            readers[buffer].discard(op.name)
+            if len(readers[buffer]) == 1:
+                changed |= readers[buffer] - {""}
         for name in changed:
             if not waiting[name] and name not in order:
-                heapq.heappush(ready, (cost(name), place[name]))
+                heapq.heappush(ready, (cost(name), position[name]))
     return list(order.values())
 
 
@@ -241,6 +260,7 @@ def aliases(program: Program) -> dict[int, int]:
 
     pairs = _ALIAS.findall(value("input_output_alias="))
     argument_of = {int(result or 0): int(argument) for result, argument in pairs}
+
     # The compiler chooses for other donated arguments; XLA takes the first result of the type.
     for argument in map(int, _DONOR.findall(value("buffer_donor="))):
         shapes = program.main.parameters[argument].shapes
@@ -253,16 +273,17 @@ def aliases(program: Program) -> dict[int, int]:
 
 def likely_updates(program: Program) -> dict[int, int]:
     """Returns the argument likely updated by each result, by number."""
-    # A result that takes the place of an argument is its next value. Of the others, those of one
-    # type are taken to be the next values, or the gradients, of the arguments of this type, in
-    # order, if there are as many; else nothing is guessed.
+    # A result that takes the place of an argument is its next value.
     argument_of = aliases(program)
     aliased = set(argument_of.values())
+
+    # Of the others, those of one type are taken to be the next values, or the gradients, of the
+    # arguments of this type, in order, if there are as many; else nothing is guessed.
     results: dict[tuple[ArrayShape, ...], list[int]] = {}
-    arguments: dict[tuple[ArrayShape, ...], list[int]] = {}
     for number, shape in enumerate(program.main.root.shapes):
         if number not in argument_of:
             results.setdefault((shape,), []).append(number)
+    arguments: dict[tuple[ArrayShape, ...], list[int]] = {}
     for number, op in sorted(program.main.parameters.items()):
         if number not in aliased:
             arguments.setdefault(op.shapes, []).append(number)
@@ -275,64 +296,67 @@ def likely_updates(program: Program) -> dict[int, int]:
 def peak_bytes(program: Program) -> int:
     """Estimates a partitioned program's peak memory, arguments and results included."""
     arguments = sum(parameter.bytes for parameter in program.main.parameters.values())
-    return arguments + _most(program, program.main, placed=frozenset(aliases(program)))
+    return arguments + _most(program, program.main, in_place=frozenset(aliases(program)))
 
 
 def _most(
     program: Program,
-    inside: Computation,
-    own_elements: frozenset[int]
-    | None = None,  # of a loop's body, elements of the state that it keeps
-    placed: frozenset[int] = frozenset(),  # results that take the place of something given
+    computation: Computation,
+    own_elements: frozenset[int] | None = None,  # as of ``BufferTable``
+    in_place: frozenset[int] = frozenset(),  # results that take the place of something given
 ) -> int:
     """The peak of a computation, beyond its arguments."""
+    # What computations take that an instruction calls.
     kept_by_loop: dict[str, frozenset[int]] = {}
-    within: dict[str, int] = {}  # what computations take that an instruction calls
-    for op in inside.instructions:
-        within[op.name] = 0
+    called_bytes = dict.fromkeys(computation.by_name, 0)
+    for op in computation.instructions:
         if op.opcode == "while":
             body = program.computations[op.computations("body")[0]]
             kept_by_loop[op.name] = kept_elements(body)
-            within[op.name] = _most(program, body, kept_by_loop[op.name])
+            called_bytes[op.name] = _most(program, body, kept_by_loop[op.name])
         elif op.opcode in ("call", "conditional"):
-            names = (*called(op), *branches(op))
-            within[op.name] = max(_most(program, program.computations[name]) for name in names)
-    buffers = BufferTable(inside, kept_by_loop, own_elements)
-    results = buffers.elements[inside.root.name]
+            names = (*op.called, *op.branches)
+            called_bytes[op.name] = max(_most(program, program.computations[n]) for n in names)
+
+    buffers = BufferTable(computation, kept_by_loop, own_elements)
+    results = buffers.elements[computation.root.name]
     sizes = dict(buffers.sizes)
-    for number in placed:
+    for number in in_place:
         sizes.update(dict.fromkeys(results[number], 0))
-    orders = (buffers.scheduled(), least_memory_schedule(inside, buffers))
-    return min(_peak(order, inside, buffers, sizes, within) for order in orders)
+
+    orders = (buffers.scheduled(), least_memory_schedule(computation, buffers))
+    return min(_peak(order, computation, buffers, sizes, called_bytes) for order in orders)
 
 
 def _peak(
     order: list[Instruction],
-    inside: Computation,
+    computation: Computation,
     buffers: BufferTable,
     sizes: Mapping[str, int],
-    within: Mapping[str, int],
+    called_bytes: Mapping[str, int],
 ) -> int:
     """The most bytes at a time if instructions run in an order."""
-    begins = dict.fromkeys(buffers.sizes, -1)  # before the first
+    # The positions in the order where each buffer is filled, -1 if that is before, and last read.
+    begins = dict.fromkeys(buffers.sizes, -1)
     ends: dict[str, int] = {}
-    for place, op in enumerate(order):
-        ends.update(dict.fromkeys(buffers.needed(op), place))
-        for buffer in frozenset().union(*buffers.elements[op.name]):
-            if buffer.partition("#")[0] == op.name:
-                begins[buffer] = place
-            ends.setdefault(buffer, place)
-    for element in buffers.elements[inside.root.name]:
-        ends.update(dict.fromkeys(element, len(order)))
+    for position, op in enumerate(order):
+        ends.update(dict.fromkeys(buffers.needed(op), position))
+        begins.update(dict.fromkeys(buffers.filled_by(op.name), position))
+        for buffer in buffers.held(op.name):
+            ends.setdefault(buffer, position)
+    ends.update(dict.fromkeys(buffers.held(computation.root.name), len(order)))
+
     begun: Counter[int] = Counter()
     ended: Counter[int] = Counter()
-    for buffer, place in begins.items():
-        begun[place] += sizes[buffer]
+    for buffer, position in begins.items():
+        begun[position] += sizes[buffer]
         if buffer in ends:
             ended[ends[buffer]] += sizes[buffer]
+
+    # An all-reduce gives its result in the memory of its operand.
     argument_bytes = live = most = begun[-1]
-    for place, op in enumerate(order):
-        reused = min(begun[place], ended[place]) if op.opcode == "all-reduce" else 0
-        most = max(most, live + begun[place] - reused + within[op.name])
-        live += begun[place] - ended[place]
+    for position, op in enumerate(order):
+        reused = min(begun[position], ended[position]) if op.opcode == "all-reduce" else 0
+        most = max(most, live + begun[position] - reused + called_bytes[op.name])
+        live += begun[position] - ended[position]
     return most - argument_bytes

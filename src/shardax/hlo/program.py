@@ -22,28 +22,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardax.errors import ShardaxError
+from shardax.hlo import errors
 
-
-class CompilerFailedError(ShardaxError, RuntimeError):
-    """A compiler failed for another reason than a lack of memory."""
-
-
-class HloReadError(ShardaxError, ValueError):
-    """A compiled program holds something unknown; names the instruction.
-
-    It is an error because what was left out would be counted as nothing.
-    """
-
-
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\[\]]*)\]")
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_ESCAPED = re.compile(r"\\(.)")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _OPAQUE = frozenset({"token", "opaque"})
 _BITS = {"pred": 8, "c64": 64, "c128": 128}
 _BITS_OF_NAME = re.compile(r"(?:s|u|f|bf)(\d+)")
@@ -73,130 +60,112 @@ class ArrayShape:
     @property
     def bytes(self) -> int:
         """Bytes of its elements, without padding; of a token none."""
-        return -(-self.size * bits(self.dtype) // 8)
+        return -(-self.size * _bits(self.dtype) // 8)
 
 
-def bits(dtype: str) -> int:
+def _bits(dtype: str) -> int:
     """Returns the bits of an element of a dtype."""
     if dtype in _OPAQUE:
         return 0
     if dtype in _BITS:
         return _BITS[dtype]
+
     match = _BITS_OF_NAME.match(dtype)
     if match is None:
-        raise HloReadError(
-            f"The program holds an array of dtype {dtype!r}, which is not known, so its bytes "
-            "cannot be counted."
-        )
+        raise errors.unknown_dtype(dtype)
     return int(match[1])
 
 
-def shapes(text: str) -> tuple[ArrayShape, ...]:
+def _shapes(text: str) -> tuple[ArrayShape, ...]:
     """Returns the shapes of all arrays in a type, flattened."""
-    if "/*" in text:
-        text = re.sub(r"/\*.*?\*/", "", text)
-    return tuple(
-        ArrayShape(dtype, tuple(int(size.strip("<= ")) for size in dims.split(",")) if dims else ())
-        for dtype, dims in _ARRAY.findall(text)
-    )
+    shapes: list[ArrayShape] = []
+    for dtype, dims in _ARRAY.findall(_COMMENT.sub("", text)):
+        sizes = dims.split(",") if dims else ()
+        shapes.append(ArrayShape(dtype, tuple(int(size.strip("<= ")) for size in sizes)))
+    return tuple(shapes)
+
+
+def _brackets(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
+    """Yields brackets, commas and whole quotes, each with the depth of brackets after it."""
+    depth = 0
+    for match in _BRACKET.finditer(text, start):
+        if match[0] in "({[":
+            depth += 1
+        elif match[0] in ")}]":
+            depth -= 1
+        yield match, depth
 
 
 def balanced(text: str, start: int) -> int:
-    """Returns the position after a closing bracket, or -1."""
-    depth = 0
-    for match in _TOKEN.finditer(text, start):
-        token = match[0]
-        if token in "({[":
-            depth += 1
-        elif token in ")}]":
-            depth -= 1
-            if depth == 0:
-                return match.end()
+    """Returns the position after the bracket that closes the first one, or -1."""
+    for match, depth in _brackets(text, start):
+        if depth == 0 and match[0] in ")}]":
+            return match.end()
     return -1
 
 
-def attribute(text: str, key: str) -> str | None:
-    """Returns the value of an attribute, with brackets and quotes."""
-    start = 0
-    for comma in _top_commas(text):
-        if text.startswith(f"{key}=", start):
-            return text[start + len(key) + 1 : comma]
-        start = comma + 2
-    return text[start + len(key) + 1 :].strip() if text.startswith(f"{key}=", start) else None
-
-
-def op_name(text: str) -> str:
-    """Returns the traced operation in an instruction's metadata, or ""."""
-    match = _OP_NAME.search(text)
-    return _ESCAPED.sub(r"\1", match[1]) if match else ""
-
-
 def _items(text: str) -> Iterator[str]:
-    """Yields the parts between top commas."""
+    """Yields the parts of a text between the commas outside brackets and quotes."""
     start = 0
-    for comma in (*_top_commas(text), len(text)):
-        yield text[start:comma]
-        start = comma + 1
+    for match, depth in _brackets(text):
+        if depth == 0 and match[0] == ",":
+            yield text[start : match.start()]
+            start = match.end()
+    yield text[start:]
 
 
-def _top_commas(text: str) -> Iterator[int]:
-    """Yields the places of commas outside brackets, quotes and comments."""
-    depth = 0
-    for match in _TOKEN.finditer(text):
-        token = match[0]
-        if token in "({[":
-            depth += 1
-        elif token in ")}]":
-            depth -= 1
-        elif token == "," and depth == 0:
-            yield match.start()
+# Frames of Python's stack.
 
-
-_ROW = re.compile(r"^(\d+) (.*)$")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_ROW = re.compile(r"(\d+) (.*)$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _LIBRARY = re.compile(
     r"/(?:site-packages|dist-packages|src|git)/"
     r"(?P<path>(?:jax|jaxlib|shardax|optax|flax|chex)/.*\.py)$"
 )
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
-class _Frames:
+class _StackFrames:
     """Sources of instructions by their innermost frames."""
 
-    def __init__(self, tables: dict[str, list[str]]) -> None:
-        rows = {
-            name: {int(row[1]): row[2] for row in map(_ROW.match, tables.get(name, [])) if row}
-            for name in _TABLES
-        }
-        files = {number: text.strip('"') for number, text in rows["FileNames"].items()}
-        places = {number: _fields(text) for number, text in rows["FileLocations"].items()}
-        frames = {number: _fields(text) for number, text in rows["StackFrames"].items()}
-        parents = {number: frame.get("parent_frame_id", 0) for number, frame in frames.items()}
+    def __init__(self, tables: Mapping[str, Mapping[int, str]]) -> None:
+        locations = {number: _fields(text) for number, text in tables["FileLocations"].items()}
+        frames = {number: _fields(text) for number, text in tables["StackFrames"].items()}
+
         # Compilers of 2025 and 2026 print the parent's number plus one, so that the first frame,
         # which has none, seems to be its own parent.
+        parents = {number: frame.get("parent_frame_id", 0) for number, frame in frames.items()}
         offset = 1 if any(number == parent for number, parent in parents.items()) else 0
         self._parents = {number: parent - offset for number, parent in parents.items()}
-        self._places = {}
+
+        self._lines: dict[int, tuple[str, int | None]] = {}
         for number, frame in frames.items():
-            place = places.get(frame.get("file_location_id", 0), {})
-            self._places[number] = (files.get(place.get("file_name_id", 0), ""), place.get("line"))
+            location = locations.get(frame.get("file_location_id", 0), {})
+            file = tables["FileNames"].get(location.get("file_name_id", 0), "")
+            self._lines[number] = file.strip('"'), location.get("line")
         self._sources: dict[int, str] = {}
 
     def source(self, frame: int) -> str:
         """Returns the source, such as ``"model.py:12"``; "" of an unknown frame."""
         if frame not in self._sources:
-            stack, seen, frame_id = [], set(), frame
-            while frame_id in self._places and frame_id not in seen:
-                seen.add(frame_id)
-                file, line = self._places[frame_id]
-                if file and line is not None:
-                    stack.append((file, line))
-                frame_id = self._parents[frame_id]
-            user_places = [place for place in stack if not _is_library(place[0])]
-            best = user_places or [place for place in stack if "/shardax/" in place[0]] or stack
-            self._sources[frame] = _line_name(*best[0]) if best else ""
+            self._sources[frame] = self._find_source(frame)
         return self._sources[frame]
+
+    def _find_source(self, frame: int) -> str:
+        stack: list[tuple[str, int]] = []
+        seen: set[int] = set()
+        while frame in self._lines and frame not in seen:
+            seen.add(frame)
+            file, line = self._lines[frame]
+            if file and line is not None:
+                stack.append((file, line))
+            frame = self._parents[frame]
+
+        # Model code, else our own, else anything.
+        model_lines = [line for line in stack if not _is_library(line[0])]
+        own_lines = [line for line in stack if "/shardax/" in line[0]]
+        lines = model_lines or own_lines or stack
+        return _line_name(*lines[0]) if lines else ""
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -211,9 +180,16 @@ def _is_library(file: str) -> bool:
 def _line_name(file: str, line: int) -> str:
     """A line after its file's name, or its path in a library."""
     match = _LIBRARY.search(file)
-    return f"{match['path'] if match else file.rpartition('/')[2]}:{line}"
+    name = match["path"] if match else file.rpartition("/")[2]
+    return f"{name}:{line}"
 
 
+# Instructions.
+
+VIEWS = frozenset({"bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape"})
+"""Opcodes that give what they take, in another layout at most."""
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
@@ -228,6 +204,12 @@ _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _REPLICAS = re.compile(r"\breplica_count=(\d+)")
 
 
+def op_name(text: str) -> str:
+    """Returns the traced operation in an instruction's metadata, or ""."""
+    match = _OP_NAME.search(text)
+    return _ESCAPED.sub(r"\1", match[1]) if match else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One instruction.
@@ -236,12 +218,12 @@ class Instruction:
         name: Its name in the computation.
         opcode: What it does (``"all-reduce"``).
         shapes: Types of its results, flattened.
-        operands: Names of what it takes; of a parameter its number.
+        operands: Names of the instructions whose results it takes.
         attributes: The text after the operands.
         op_name: The traced operation that it comes from (``jit(f)/dot_general``), or "".
         source: The line of model code that it comes from (``model.py:12``), or "".
         is_root: Whether its result is that of its computation.
-        literal: Of a constant its value as text, else "".
+        literal: Of a constant its value as text, of a parameter its number, else "".
 
     Example:
         >>> each = Instruction("a.1", "add", (ArrayShape("f32", ()),), ("x", "y"), "kind=loop")
@@ -261,7 +243,13 @@ class Instruction:
 
     def attribute(self, key: str) -> str | None:
         """Returns the text of an attribute, such as ``"%add.1"`` of ``to_apply=%add.1``."""
-        return attribute(self.attributes, key) if f"{key}=" in self.attributes else None
+        if f"{key}=" not in self.attributes:
+            return None
+        for item in _items(self.attributes):
+            name, _, value = item.strip().partition("=")
+            if name == key:
+                return value
+        return None
 
     def computations(self, *keys: str) -> tuple[str, ...]:
         """Returns the names of computations in attributes.
@@ -269,18 +257,33 @@ class Instruction:
         Args:
             *keys: Names of attributes, such as ``"calls"`` or ``"branch_computations"``.
         """
-        values = [self.attribute(key) or "" for key in keys]
-        return tuple(
-            name.strip().removeprefix("%")
-            for value in values
-            for name in value.strip("{}").split(",")
-            if name.strip()
-        )
+        names: list[str] = []
+        for key in keys:
+            value = self.attribute(key) or ""
+            names += [name.strip().removeprefix("%") for name in value.strip("{}").split(",")]
+        return tuple(name for name in names if name)
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the instructions behind its operands."""
-        return () if self.opcode in ("parameter", "constant") else self.operands
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it runs, without a conditional's branches."""
+        match self.opcode.removesuffix("-start"):
+            case "fusion" | "async":
+                return self.computations("calls")
+            case "call":
+                return self.computations("to_apply", "calls")
+            case "while":
+                return self.computations("body", "condition")
+            case "custom-call":
+                return self.computations("called_computations", "calls")
+            case _:
+                return ()
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Names of the branches of a conditional, of which one runs; none of others."""
+        if self.opcode != "conditional":
+            return ()
+        return self.computations("branch_computations", "true_computation", "false_computation")
 
     @property
     def element(self) -> int:
@@ -307,10 +310,10 @@ class Computation:
         instructions: In the program's order.
 
     Example:
-        >>> x = Instruction("x", "parameter", (), ("0",), "")
+        >>> x = Instruction("x", "parameter", (), (), "", literal="0")
         >>> y = Instruction("y", "negate", (), ("x",), "", is_root=True)
-        >>> inside = Computation("main", (x, y))
-        >>> inside.root.name, [each.name for each in inside.operands(y)]
+        >>> computation = Computation("main", (x, y))
+        >>> computation.root.name, [each.name for each in computation.operands(y)]
         ('y', ['x'])
     """
 
@@ -330,20 +333,20 @@ class Computation:
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
         """Its parameters by number."""
-        return {int(i.operands[0]): i for i in self.instructions if i.opcode == "parameter"}
+        return {int(op.literal): op for op in self.instructions if op.opcode == "parameter"}
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Users of each instruction's result, in order."""
         users: dict[str, list[Instruction]] = {op.name: [] for op in self.instructions}
         for user in self.instructions:
-            for name in dict.fromkeys(user.inputs):
+            for name in dict.fromkeys(user.operands):
                 users[name].append(user)
         return {name: tuple(user_ops) for name, user_ops in users.items()}
 
     def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """Returns the instructions behind the operands of one."""
-        return tuple(self.by_name[name] for name in instruction.operands if name in self.by_name)
+        return tuple(self.by_name[name] for name in instruction.operands)
 
 
 @dataclass(frozen=True)
@@ -376,8 +379,8 @@ class Program:
         """Lines of model code by traced operation."""
         return {
             op.op_name: op.source
-            for inside in self.computations.values()
-            for op in inside.instructions
+            for computation in self.computations.values()
+            for op in computation.instructions
             if op.op_name and op.source
         }
 
@@ -386,6 +389,17 @@ class Program:
         """Number of devices of the program."""
         counts = [pattern.search(self.header) for pattern in (_PARTITIONS, _REPLICAS)]
         return math.prod(int(count[1]) for count in counts if count)
+
+    def reached(self, names: Iterable[str]) -> set[str]:
+        """Returns the names of computations, and of all that they may run."""
+        reached = set(names)
+        pending = list(reached)
+        while pending:
+            for op in self.computations[pending.pop()].instructions:
+                new = {*op.called, *op.branches} - reached
+                reached |= new
+                pending += new
+        return reached
 
 
 def parse(text: str) -> Program:
@@ -409,79 +423,184 @@ def parse(text: str) -> Program:
         [('parameter', (2, 3)), ('parameter', (3, 4)), ('dot', (2, 4))]
     """
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith("HloModule ")), None)
-    if start is None:
-        raise HloReadError(
-            "The text holds no line that starts with 'HloModule', so it is no compiled program. "
-            "Pass what compiled.as_text() returns."
-        )
-    tables: dict[str, list[str]] = {}
-    rows: list[str] | None = None
-    first = start + 1
-    while first < len(lines):  # tables of stack frames, up to the first computation
+    heads = (number for number, line in enumerate(lines) if line.startswith("HloModule "))
+    head = next(heads, None)
+    if head is None:
+        raise errors.no_program()
+    frames, first = _read_frames(lines, head + 1)
+
+    computations: dict[str, Computation] = {}
+    entry = ""
+    body: _Body | None = None
+    for number, line in _joined_lines(lines, first):
+        if body is None:
+            match = _COMPUTATION.match(line)
+            if match is None:
+                raise errors.unread_line(line, number, "the head of a computation")
+            body = _Body(match[2], frames)
+            if match[1]:
+                entry = body.name
+        elif line.startswith("}"):
+            computations[body.name] = body.computation(number)
+            body = None
+        else:
+            body.read(line, number)
+
+    if body is not None:
+        raise errors.open_computation(body.name)
+    if entry not in computations:
+        raise errors.no_entry()
+    return Program(computations, entry, lines[head])
+
+
+def _read_frames(lines: Sequence[str], first: int) -> tuple[_StackFrames, int]:
+    """Reads tables of frames; returns these, and the number of the first line behind them."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    rows: dict[int, str] | None = None
+    while first < len(lines):
         line = lines[first]
-        if line in _TABLES:
-            rows = tables[line] = []
-        elif rows is not None and line[:1].isdigit():
-            rows.append(line)
+        row = _ROW.match(line)
+        if line in tables:
+            rows = tables[line]
+        elif rows is not None and row:
+            rows[int(row[1])] = row[2]
         elif line.strip():
             break
         first += 1
-    frames = _Frames(tables)
-    computations: dict[str, Computation] = {}
-    entry = ""
-    name: str | None = None
-    instructions: list[Instruction] = []
-    types: dict[str, str] = {}  # of results, by name
-    for number, line in _instruction_lines(lines, first):
-        if name is None:
-            head = _COMPUTATION.match(line)
-            if head is None:
-                raise _unread("the head of a computation", line, number)
-            name, instructions, types = head[2], [], {}
-            entry = name if head[1] else entry
-        elif not line.startswith("}"):
-            instruction, text = _instruction(line, number, frames)
-            for element in instruction.inputs:
-                instructions += _elements(element, types, line, number)
-            instructions.append(instruction)
-            types[instruction.name] = text
-        elif not instructions:
-            raise HloReadError(f"Computation {name!r}, closed in line {number}, is empty.")
-        else:
-            computations[name] = Computation(name, tuple(_begun_with_operands(instructions)))
-            _check_whole(computations[name])
-            name = None
-    if name is not None:
-        raise HloReadError(f"The text ends inside computation {name!r}; it is not a whole program.")
-    if entry not in computations:
-        raise HloReadError("The text holds no computation marked ENTRY; it is not whole.")
-    return Program(computations, entry, lines[start])
+    return _StackFrames(tables), first
 
 
 _SETTINGS = ("frontend_attributes={", "backend_config={")  # in the order of the text
 
 
-def _instruction_lines(lines: Sequence[str], first: int) -> Iterator[tuple[int, str]]:
-    """Yields numbered lines, a kernel's settings joined to its first."""
+def _joined_lines(lines: Sequence[str], first: int) -> Iterator[tuple[int, str]]:
+    """Yields lines with their numbers from 1, a kernel's settings joined to its first line."""
     number = first
     while number < len(lines):
         start, line = number + 1, lines[number]
         number += 1
+
         # Settings may be JSON of several lines, such as those of Pallas's kernels with a cost.
         for settings in _SETTINGS:
-            place = line.find(settings)
-            if place >= 0 and balanced(line, place) < 0:
-                parts = [line]
-                while number < len(lines) and balanced("\n".join(parts), place) < 0:
-                    parts.append(lines[number].strip())
-                    number += 1
-                line = " ".join(parts)
+            position = line.find(settings)
+            if position < 0 or balanced(line, position) >= 0:
+                continue
+            parts = [line]
+            while number < len(lines) and balanced("\n".join(parts), position) < 0:
+                parts.append(lines[number].strip())
+                number += 1
+            line = " ".join(parts)
+
         if line.strip():
             yield start, line
 
 
-def _begun_with_operands(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+class _Body:
+    """A computation that is being read."""
+
+    def __init__(self, name: str, frames: _StackFrames) -> None:
+        self.name = name
+        self._frames = frames
+        self._instructions: list[Instruction] = []
+        self._types: dict[str, str] = {}  # of results, as text, by name
+
+    def computation(self, number: int) -> Computation:
+        """Returns the computation that the line with this number closes."""
+        if not self._instructions:
+            raise errors.empty_computation(self.name, number)
+        whole = Computation(self.name, tuple(_begun_with_operands(self._instructions)))
+
+        for op in whole.instructions:
+            missing = [name for name in op.operands if name not in whole.by_name]
+            if missing:
+                raise errors.missing_operand(op, missing[0], whole)
+        if sorted(whole.parameters) != list(range(len(whole.parameters))):
+            raise errors.missing_parameter(whole)
+        return whole
+
+    def read(self, line: str, number: int) -> None:
+        """Adds the instruction of a line, behind the elements of tuples that it takes."""
+        head = _INSTRUCTION.match(line)
+        if head is None:
+            raise errors.unread_line(line, number, "an instruction")
+        start = head.end()
+        end = balanced(line, start) if line.startswith("(", start) else line.find(" ", start)
+        opcode = _OPCODE.match(line, end) if end > 0 else None
+        close = balanced(line, opcode.end() - 1) if opcode else -1
+        if opcode is None or close < 0:
+            raise errors.unread_line(line, number, "an instruction")
+
+        content = line[opcode.end() : close - 1]
+        is_literal = opcode[1] in ("constant", "parameter")
+        operands = [] if is_literal else _operands(content)
+        if operands is None:
+            raise errors.unread_line(line, number, "an instruction")
+
+        attributes = line[close:].removeprefix(",").strip()
+        if opcode[1] == "call-start":
+            attributes = attributes.replace("to_apply=", "calls=", 1)
+        origin, source = _origin(attributes, self._frames)
+        op = Instruction(
+            head[2],
+            _IN_FULL.get(opcode[1], opcode[1]),
+            _shapes(line[start:end]),
+            tuple(operands),
+            attributes,
+            origin,
+            source,
+            is_root=bool(head[1]),
+            literal=content if is_literal else "",
+        )
+        for name in op.operands:
+            self._add_element(name, line, number)
+        self._instructions.append(op)
+        self._types[op.name] = line[start:end]
+
+    def _add_element(self, name: str, line: str, number: int) -> None:
+        """Adds the instructions for ``%loop#1``, an element of a tuple, once."""
+        source, separator, index = name.rpartition("#")
+        if not separator or name in self._types:
+            return
+        self._add_element(source, line, number)
+
+        # Inside of the parentheses of a tuple's type.
+        text = self._types.get(source, "")
+        elements = list(_items(text[1:-1])) if text.startswith("(") else []
+        if not index.isdigit() or int(index) >= len(elements):
+            expected = f"an instruction that takes element {index} of {source!r}"
+            raise errors.unread_line(line, number, expected)
+
+        self._types[name] = elements[int(index)].strip()
+        shapes = _shapes(self._types[name])
+        self._instructions.append(
+            Instruction(name, "get-tuple-element", shapes, (source,), f"index={index}")
+        )
+
+
+def _operands(text: str) -> list[str] | None:
+    """Returns the names between parentheses; None if they are no such."""
+    if "%" in text:
+        names = _NAME.findall(text)
+        return None if "#" in _NAME.sub("", text) else names
+
+    # Types may stand before them.
+    return [item.split()[-1] for item in _items(text) if item.strip()]
+
+
+def _origin(attributes: str, frames: _StackFrames) -> tuple[str, str]:
+    """Returns the traced operation and the source line of an instruction."""
+    metadata = _METADATA.search(attributes)
+    if metadata is None:
+        return "", ""
+    frame = _FRAME.search(metadata[1])
+    source = frames.source(int(frame[1])) if frame else ""
+    file, line = _FILE.search(metadata[1]), _LINE.search(metadata[1])
+    if not source and file and line:
+        source = _line_name(file[1], int(line[1]))
+    return op_name(metadata[1]), source
+
+
+def _begun_with_operands(instructions: Collection[Instruction]) -> Iterator[Instruction]:
     """Yields instructions, starts without operands moved to their operands."""
     updates = {
         op.operands[0]: op
@@ -496,94 +615,3 @@ def _begun_with_operands(instructions: Sequence[Instruction]) -> Iterator[Instru
             yield dataclasses.replace(start, name=op.name, shapes=op.shapes, operands=operands)
         elif op.name not in starts:
             yield op
-
-
-def _elements(name: str, types: dict[str, str], line: str, number: int) -> Iterator[Instruction]:
-    """Yields the instructions for ``%loop#1``, an element of a tuple, once."""
-    source, separator, index = name.rpartition("#")
-    if not separator or name in types:
-        return
-    yield from _elements(source, types, line, number)
-    text = types.get(source, "")
-    # Inside of the parentheses of a tuple's type.
-    elements = list(_items(text[1:-1])) if text.startswith("(") else []
-    if not index.isdigit() or int(index) >= len(elements):
-        raise _unread(f"an instruction that takes element {index} of {source!r}", line, number)
-    types[name] = elements[int(index)].strip()
-    result = shapes(types[name])
-    yield Instruction(name, "get-tuple-element", result, (source,), f"index={index}")
-
-
-def _instruction(line: str, number: int, frames: _Frames) -> tuple[Instruction, str]:
-    """Reads an instruction, and the text of its type."""
-    match = _INSTRUCTION.match(line)
-    if match is None:
-        raise _unread("an instruction", line, number)
-    place = match.end()
-    end = balanced(line, place) if line.startswith("(", place) else line.find(" ", place)
-    opcode = _OPCODE.match(line, end) if end > 0 else None
-    close = balanced(line, opcode.end() - 1) if opcode else -1
-    if opcode is None or close < 0:
-        raise _unread("an instruction", line, number)
-    inside = line[opcode.end() : close - 1]
-    attributes = line[close:].removeprefix(",").strip()
-    origin, source = _origin(attributes, frames)
-    is_constant = opcode[1] == "constant"
-    operands: list[str] = []
-    if not is_constant and "%" in inside:
-        operands = _NAME.findall(inside)
-        if "#" in _NAME.sub("", inside):
-            raise _unread("an instruction", line, number)
-    elif not is_constant:  # names, or the number of a parameter, may stand behind types
-        operands = [item.split()[-1] for item in _items(inside) if item.strip()]
-    if opcode[1] == "call-start":
-        attributes = attributes.replace("to_apply=", "calls=", 1)
-    read = Instruction(
-        match[2],
-        _IN_FULL.get(opcode[1], opcode[1]),
-        shapes(line[place:end]),
-        tuple(operands),
-        attributes,
-        origin,
-        source,
-        bool(match[1]),
-        inside if is_constant else "",
-    )
-    return read, line[place:end]
-
-
-def _origin(attributes: str, frames: _Frames) -> tuple[str, str]:
-    """The traced operation and the source line of an instruction."""
-    metadata = _METADATA.search(attributes)
-    if metadata is None:
-        return "", ""
-    frame = _FRAME.search(metadata[1])
-    source = frames.source(int(frame[1])) if frame else ""
-    file, line = _FILE.search(metadata[1]), _LINE.search(metadata[1])
-    if not source and file and line:
-        source = _line_name(file[1], int(line[1]))
-    return op_name(metadata[1]), source
-
-
-def _check_whole(inside: Computation) -> None:
-    for op in inside.instructions:
-        missing = [name for name in op.operands if name not in inside.by_name]
-        if missing and op.opcode != "parameter":
-            raise HloReadError(
-                f"{op.opcode} {op.name!r} takes {missing[0]!r}, which is not in computation "
-                f"{inside.name!r}; the text is cut or changed."
-            )
-    if sorted(inside.parameters) != list(range(len(inside.parameters))):
-        raise HloReadError(
-            f"Computation {inside.name!r} has parameters {sorted(inside.parameters)}, so one is "
-            "missing; the text is cut or changed."
-        )
-
-
-def _unread(expected: str, line: str, number: int) -> HloReadError:
-    excerpt = line.strip()
-    excerpt = excerpt if len(excerpt) <= 120 else f"{excerpt[:117]}..."
-    return HloReadError(
-        f"Line {number} of the program should be {expected}, but cannot be read: {excerpt!r}. The "
-        "text is cut or changed, or a version of XLA printed it that shardax does not know."
-    )

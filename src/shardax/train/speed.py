@@ -100,7 +100,7 @@ def utilization_of(step: Any, devices: Any, peak: float | None) -> tuple[float |
     if peak is None and devices[0].platform == "cpu":
         return None, ""
     from shardax.hlo import model_flops, parse
-    from shardax.hlo.program import HloReadError
+    from shardax.hlo.errors import HloReadError
     from shardax.plan.hardware.hardware import hardware_of
 
     hardware = hardware_of(devices[0])

@@ -24,8 +24,8 @@ from jax.sharding import AbstractMesh
 from shardax import abstract, iter_modules, iter_variables, jit
 from shardax._module_scopes import compiled_with_names, set_scope
 from shardax.extend import AnyMesh, Path, RulesLike, format_path
-from shardax.hlo.analyze import own_flops
-from shardax.hlo.execution_counts import called, count_executions
+from shardax.hlo.execution_counts import count_executions
+from shardax.hlo.products import own_flops
 from shardax.hlo.program import Computation, Instruction, Program, parse
 from shardax.view.errors import ViewError
 
@@ -103,15 +103,7 @@ def operations(text: str) -> Counter[str]:
 def _conditions(program: Program) -> set[str]:
     """Names of the computations of loop conditions."""
     instructions = [op for c in program.computations.values() for op in c.instructions]
-    waiting = [name for op in instructions for name in op.computations("condition")]
-    names: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in names:
-            names.add(name)
-            inside = program.computations[name]
-            waiting += [callee for op in inside.instructions for callee in called(op)]
-    return names
+    return program.reached(name for op in instructions for name in op.computations("condition"))
 
 
 def _origin(instruction: Instruction, inside: Computation, program: Program) -> str:
@@ -124,7 +116,7 @@ def _origin(instruction: Instruction, inside: Computation, program: Program) -> 
             continue
         if user.opcode != "fusion":
             return _origin(user, inside, program)
-        fused = program.computations[called(user)[0]]
+        fused = program.computations[user.called[0]]
         parameter = fused.parameters[user.operands.index(instruction.name)]
         return _origin(dataclasses.replace(parameter, op_name=""), fused, program)
     return ""

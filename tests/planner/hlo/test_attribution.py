@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardax.hlo import parse, read_program
-from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.collectives import Collective
 from shardax.hlo.live_memory import aliases
+from shardax.hlo.partitioner import partitioned_text
 from tests.planner.hlo.cases import CASES
 
 GOLDEN = Path(__file__).parent / "golden"

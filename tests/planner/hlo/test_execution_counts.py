@@ -15,8 +15,8 @@ from jax import lax
 
 from shardax.errors import HloReadError
 from shardax.hlo import matmul_flops, parse, read_program
-from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import count_executions, trip_count
+from shardax.hlo.products import own_flops
 
 LOOP = """\
 HloModule loop

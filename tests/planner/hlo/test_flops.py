@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from shardax.errors import HloReadError
-from shardax.hlo import MatrixProduct, matmul_flops, parse, read_program
+from shardax.hlo import MatrixProduct, matmul_flops, model_flops, parse, read_program
 from tests.planner.hlo.compilers import COMPILERS
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -304,3 +306,15 @@ def test_products_of_a_program_have_their_shapes() -> None:
     text = jax.jit(jnp.matmul).lower(jnp.ones((6, 4, 3)), jnp.ones((6, 3, 5))).as_text("hlo")
     [product] = read_program(text, {}).products
     assert product == MatrixProduct(2 * 6 * 4 * 3 * 5, 4, 5, 3, 6, "f32")
+
+
+def test_branches_in_shard_map_count_on_each_device() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def squares(x: Any) -> Any:
+        return lax.cond(x[0, 0] > 0, lambda y: y @ y, lambda y: y, x)
+
+    text = squares.lower(jnp.ones((8 * 4, 4))).as_text("hlo", debug_info=True)
+    assert model_flops(parse(text)).by_dtype == {"f32": 8 * 2 * 4**3}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import HloReadError
-from shardax.hlo.collectives import Groups, groups_of
+from shardax.hlo.groups import Groups, groups_of
 from shardax.hlo.program import Instruction
 
 

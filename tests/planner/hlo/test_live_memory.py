@@ -18,8 +18,8 @@ import pytest
 from jax import lax
 
 from shardax.hlo import parse
-from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.live_memory import peak_bytes
+from shardax.hlo.partitioner import partitioned_text
 
 SIDE = 64
 ONE = SIDE * SIDE * 4

@@ -19,7 +19,8 @@ import pytest
 from jax import lax
 
 from shardax.hlo import parse, read_program
-from shardax.hlo.analyze import estimated_hbm_bytes, hbm_bytes, partitioned_text
+from shardax.hlo.memory_traffic import estimated_hbm_bytes, hbm_bytes
+from shardax.hlo.partitioner import partitioned_text
 from shardax.hlo.program import Program
 
 

@@ -96,7 +96,7 @@ def test_instructions_have_their_opcodes_operands_and_shapes(program: Program) -
     x, small = ArrayShape("f32", (4, 8)), ArrayShape("bf16", (2,))
     number, flag = ArrayShape("s32", ()), ArrayShape("u32", ())
     assert read == [
-        ("x", "parameter", ("0",), (x,), False),
+        ("x", "parameter", (), (x,), False),
         ("constant.2", "constant", (), (number,), False),
         ("constant.3", "constant", (), (small,), False),
         ("tuple.1", "tuple", ("constant.2", "constant.3"), (number, small), False),
@@ -111,6 +111,7 @@ def test_instructions_have_their_opcodes_operands_and_shapes(program: Program) -
         ("token", "after-all", (), (ArrayShape("token", ()),), False),
         ("sum", "reduce", ("call_with.dots-1", "constant.2"), (ArrayShape("f32", ()),), True),
     ]
+    assert program.main.by_name["x"].literal == "0"
     assert program.main.by_name["constant.2"].literal == "-3"
     assert program.main.by_name["constant.3"].literal == "{1.5, inf}"
     assert program.main.root.name == "sum"
@@ -207,7 +208,7 @@ def test_inline_tuple_elements_are_read_as_instructions(percent: str) -> None:
         for inside in program.computations.values():
             number = {each.name: i for i, each in enumerate(inside.instructions)}
             for each in inside.instructions:
-                operands = [number[name] for name in each.inputs]
+                operands = [number[name] for name in each.operands]
                 index = each.element if each.opcode == "get-tuple-element" else None
                 found.append((each.opcode, each.shapes, operands, index))
         return found
@@ -240,7 +241,8 @@ def test_text_without_percent_signs_reads_the_same() -> None:
         "HloModule m\n\nENTRY main {\n  x = f32[2,<=4] parameter(0)\n"
         "  ROOT y = f32[2] dot(f32[2,4] x, f32[4] x), lhs_contracting_dims={1}\n}\n"
     ).computations.values()
-    assert [each.operands for each in short.instructions] == [("0",), ("x", "x")]
+    assert [each.operands for each in short.instructions] == [(), ("x", "x")]
+    assert short.instructions[0].literal == "0"
     assert short.instructions[0].shapes == (ArrayShape("f32", (2, 4)),)
 
 
@@ -274,7 +276,7 @@ def test_golden_program_operands_are_all_instructions() -> None:
         for inside in read.computations.values()
         for each in inside.instructions
         for operand in each.operands
-        if each.opcode != "parameter" and operand not in inside.by_name
+        if operand not in inside.by_name
     ]
     assert missing == []
 

@@ -137,6 +137,7 @@ class ProgramCache:
                 f"The kept program {path} cannot be read ({error!r}) and is made anew.",
                 RuntimeWarning,
             )
+
         self.found += program is not None
         self.missed += program is None
         return program
@@ -187,19 +188,18 @@ def program_key(
     compiler: TargetCompiler, sizes: Mapping[str, int], lowered: Any, effort: str
 ) -> str:
     """Returns the key of a program to be compiled: 64 hexadecimal digits."""
-    text = program_text(lowered.as_text(debug_info=True))
+    versions = metadata.version("shardax"), jax.__version__, metadata.version("jaxlib")
+    settings = [os.environ.get(name, "") for name in _SETTINGS]
     parts = (
         _FORMAT,
-        metadata.version("shardax"),
-        jax.__version__,
-        metadata.version("jaxlib"),
+        *versions,
         compiler.label,
         compiler.tier,
         repr(compiler.target),
         sorted(sizes.items()),
         list(sizes),
         effort,
-        [os.environ.get(name, "") for name in _SETTINGS],
-        text,
+        settings,
+        program_text(lowered.as_text(debug_info=True)),
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

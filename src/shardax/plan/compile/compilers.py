@@ -40,10 +40,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from shardax.hlo.analyze import partitioned_text
+from shardax.hlo.errors import compiler_ended, description_refused
 from shardax.hlo.estimate import rewritten
 from shardax.hlo.live_memory import peak_bytes
-from shardax.hlo.program import CompilerFailedError, op_name, parse
+from shardax.hlo.partitioner import partitioned_text
+from shardax.hlo.program import op_name, parse
 from shardax.plan.errors import CompilerMissingError, PlanInputError, TargetError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.hardware.targets import Target
@@ -137,15 +138,12 @@ class TargetCompiler(abc.ABC):
             compiled = with_options(lowered, self.screen_options if effort == "screen" else {})
         except Exception as error:  # of jaxlib's own class
             seconds = time.perf_counter() - start
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             requested = self._requested_bytes(str(error))
             if requested is not None:  # the first lines, without the list of every buffer
-                message = "\n".join(str(error).strip().splitlines()[:12])
-                return CompileResult(None, requested, None, message, seconds)
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            more = f"\n  (and {len(lines) - 20} lines more)" if len(lines) > 20 else ""
-            raise CompilerFailedError(
-                f"{self.label} ended with: " + "\n".join(lines[:20]) + more
-            ) from error
+                return CompileResult(None, requested, None, "\n".join(lines[:12]), seconds)
+            raise compiler_ended(self.label, lines) from error
+
         seconds = time.perf_counter() - start
         peak, temporaries = self._memory(compiled)
         return CompileResult(compiled.as_text(), peak, temporaries, None, seconds)
@@ -159,11 +157,10 @@ class TargetCompiler(abc.ABC):
         # Arguments, results that do not take the place of arguments, and one buffer of temporaries
         # are there at the same time.
         analysis = compiled.memory_analysis()
-        output_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        arguments = int(analysis.argument_size_in_bytes)
+        results = int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
         temporaries = int(analysis.temp_size_in_bytes)
-        return int(analysis.argument_size_in_bytes) + max(
-            int(output_bytes), 0
-        ) + temporaries, temporaries
+        return arguments + max(results, 0) + temporaries, temporaries
 
 
 def record_stderr() -> Callable[[], str]:
@@ -514,12 +511,14 @@ def target_config(chip: Hardware) -> str:
             'missing in `compiler`. Start from a GPU that is known: like = "h100" in TOML, or '
             "plan.find_hardware('h100').like(...)."
         )
+
     fields = _SINCE_AMPERE | {name: chip.compiler[name] for name in _DESCRIBED if name != "major"}
     fields |= {
         "memory_bandwidth": int(chip.memory_bandwidth),
         "device_memory_size": int(chip.memory_bytes),
     }
     lines = "\n".join(f"  {name}: {value}" for name, value in fields.items())
+
     minor = chip.compiler.get("minor", 0)
     return (
         "gpu_device_info {\n"
@@ -544,7 +543,5 @@ def _gpu_devices(target: Target) -> tuple[Any, ...]:
                 "", platform="cuda", target_config=config, topology=f"1x{nodes}x{gpus}"
             )
     except Exception as error:  # of jaxlib's own class
-        raise CompilerFailedError(
-            f"The CUDA plugin does not take the description of {target.text!r}: {error}"
-        ) from error
+        raise description_refused(target.text, error) from error
     return tuple(sorted(described.devices, key=lambda device: device.id))

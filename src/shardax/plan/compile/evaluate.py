@@ -32,8 +32,8 @@ from shardax._parallel.pipeline import bubble_share
 from shardax.errors import ShardaxError
 from shardax.extend import Object, ScopeSettings, mesh_axes_of
 from shardax.hlo import Program, ProgramFacts, model_flops, parse, read_program
-from shardax.hlo.analyze import partitioned_text
-from shardax.hlo.program import CompilerFailedError
+from shardax.hlo.errors import CompilerFailedError
+from shardax.hlo.partitioner import partitioned_text
 from shardax.plan.compile.cache import ProgramCache
 from shardax.plan.compile.compilers import compiler_for, rematerialization_warnings
 from shardax.plan.errors import PlanInputError
@@ -72,9 +72,6 @@ def evaluate(
     if placed.errors:
         return LayoutReport(layout, "rejected", "\n".join(placed.errors))
     limit = target.limit_bytes
-    # Of what the step donates, results take the memory.
-    donates = hasattr(unbound(inputs.step)[0], "trace")
-    advice = "" if donates else f" {_DONATES_NOTHING}"
     report = functools.partial(
         LayoutReport,
         layout,
@@ -85,6 +82,8 @@ def evaluate(
         limit_bytes=limit,
         provenance=Provenance(target.text, xla.label, effort, xla.tier, jax.__version__),
     )
+
+    # Tracing may find that the rules contradict the step.
     mesh_axes = tuple(layout.sizes)
     try:
         lowered, paths = lower(inputs, layout, placed, mesh)
@@ -93,6 +92,7 @@ def evaluate(
     except _CONSTRAINT_ERRORS as error:
         lower_alone(inputs, mesh_axes)  # raises if the step is at fault anyway
         return report("rejected", _first_lines(error))
+
     try:
         if cache is None:
             compiled = xla.compile(lowered, effort)
@@ -100,6 +100,10 @@ def evaluate(
             compiled = cache.compile(xla, layout.sizes, lowered, effort)
     except CompilerFailedError as error:
         return report("failed", str(error))
+
+    # Of what the step donates, results take the memory.
+    donates = hasattr(unbound(inputs.step)[0], "trace")
+    advice = "" if donates else f" {_DONATES_NOTHING}"
     if compiled.text is None:
         return report(
             "does not fit",
@@ -108,6 +112,8 @@ def evaluate(
             compile_seconds=compiled.seconds,
             warnings=placed.warnings,
         )
+
+    # What the program does.
     program = parse(compiled.text)
     facts = read_program(
         program,
@@ -117,14 +123,19 @@ def evaluate(
         device_ids=[device.id for device in mesh.devices.flat],
         estimate=compiled.estimate,
     )
-    least = max(compiled.peak_bytes or 0, sum(placed.argument_bytes.values()))
-    fits = least <= limit
-    reason = f"needs {least:,} bytes of a device's memory, which has {limit:,}"
     whole, lost = _whole_program(inputs, layout, facts.matmul_flops)
     copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
+
+    # Whether there is room for it.
+    verdict, reason = "fits", ""
+    least = max(compiled.peak_bytes or 0, sum(placed.argument_bytes.values()))
+    if least > limit:
+        needs = f"needs {least:,} bytes of a device's memory, which has {limit:,}."
+        verdict, reason = "does not fit", (compiled.out_of_memory or needs) + advice
+
     return report(
-        "fits" if fits else "does not fit",
-        "" if fits else (compiled.out_of_memory or f"{reason}.") + advice,
+        verdict,
+        reason,
         peak_bytes=compiled.peak_bytes,
         flops=facts.matmul_flops,
         program_flops=whole,
@@ -145,11 +156,13 @@ def _expected(
     chip = target.hardware
     if chip.kind == "cpu":
         return {}
+
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     batch_axes = frozenset(axis for name in inputs.batch_names for axis in axes_of.get(name, ()))
     work = workload_of_program(facts, layout.sizes, batch_axes)
     is_sparse = bool(axes_of.get("expert"))
     time = expected_time(work, chip, layout.sizes, slices=target.slices, sparse=is_sparse)
+
     operations = _model_flops(inputs, tuple(layout.sizes)) if is_traced else 0.0
     chips = layout.devices / chip.devices_per_chip
     return {
@@ -240,30 +253,31 @@ def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
     """Warnings of activations split by another name than the batch."""
     # Rules are asked in order. With that of a parameter's dimension first, which activations have
     # too, they are split by it and not by the batch, and most of what is computed travels.
-    rules, warnings = layout.as_rules, []
+    rules = layout.as_rules
     dimensions = _dimensions(inputs, tuple(layout.sizes))
+    warnings: dict[str, None] = {}
     for shape, names in (*dimensions.constraints, *dimensions.arguments):
         assignment = rules.assign(names)
         for lost in assignment.passed_over:
             name, winner = lost.rule[0], lost.winner[0]
             split = name in assignment.chosen and rules.pairs[assignment.chosen[name]][1]
-            if name in inputs.batch_names and not split:
-                warnings.append(
-                    f"Arrays of shape {shape} and names {names} are not split by {name!r}: "
-                    f"the mesh axis {lost.mesh_axis!r} goes to {winner!r}, whose rule comes first. "
-                    f"Put the rule of {name!r} before it."
-                )
-    return list(dict.fromkeys(warnings))
+            if split or name not in inputs.batch_names:
+                continue
+
+            warning = (
+                f"Arrays of shape {shape} and names {names} are not split by {name!r}: "
+                f"the mesh axis {lost.mesh_axis!r} goes to {winner!r}, whose rule comes first. "
+                f"Put the rule of {name!r} before it."
+            )
+            warnings[warning] = None
+    return list(warnings)
 
 
 def _argument_paths(program: Program, paths: dict[str, str]) -> tuple[str, ...]:
     """Paths of a compiled program's parameters, or JAX's names of them."""
-    names_by_number = {
-        number: parameter.op_name for number, parameter in program.main.parameters.items()
-    }
-    names = [
-        names_by_number.get(number, "") for number in range(max(names_by_number, default=-1) + 1)
-    ]
+    # The reader has seen that their numbers have no gap.
+    parameters = program.main.parameters
+    names = [parameters[number].op_name for number in range(len(parameters))]
     return tuple(paths.get(name, name) for name in names)
 
 
@@ -303,12 +317,15 @@ def _traceable(inputs: Inputs, placed: Placed | None):
     """The step as something with ``trace``."""
     step, args, keywords = unbound(inputs.step)
     shardings = None if placed is None else placed.shardings
+
+    # What was jitted keeps its options, but for those of arguments that are bound.
     if isinstance(step, Jit):
         count = len(args)
         # Tuples: ``Jit`` has resolved them. What is bound is no argument any more.
         donated: Any = step.options.donate_argnums
         donated_names: Any = step.options.donate_argnames or ()
         bound = {*list(inspect.signature(step.function).parameters)[:count], *keywords}
+
         options = dataclasses.replace(
             step.options,
             in_shardings=shardings,
@@ -321,6 +338,8 @@ def _traceable(inputs: Inputs, placed: Placed | None):
         return Jit(functools.partial(step.function, *args, **keywords), options)
     if hasattr(step, "trace"):
         return types.SimpleNamespace(trace=functools.partial(step.trace, *args, **keywords))
+
+    # A plain function is jitted here, by ``sx.jit`` if it is given Modules.
     leaves = jax.tree.leaves(inputs.tree, is_leaf=lambda value: isinstance(value, Object))
     if any(isinstance(leaf, Object) for leaf in leaves):
         return jit(inputs.step, in_shardings=shardings, keep_unused=True)

@@ -118,6 +118,8 @@ class PoolEvaluator:
             raise PlanInputError(
                 f"processes={processes!r}: give a positive number, or None for one per core."
             )
+
+        # What each process needs: the environment before it imports jax, then settings.
         target_compiler = compiler_for(target, compiler=compiler)
         folder = None if cache is None else str(cache_folder(cache))
         self._options = ({"target": target, "compiler": compiler}, folder)
@@ -126,12 +128,15 @@ class PoolEvaluator:
         self._settings["platform"] = "cpu"
         if target_compiler.devices_needed:
             self._settings["devices"] = target_compiler.devices_needed
+        self._digests = own_sources(sys.modules.copy())
+
         # The cores of this process where the platform tells them, else those of the machine.
         affinity = getattr(os, "sched_getaffinity", None)
         self._processes = processes or (len(affinity(0)) if affinity else os.cpu_count() or 1)
         self._seconds = seconds
-        self._digests = own_sources(sys.modules.copy())
         self._slots: dict[int, _PoolProcess] = {}
+
+        # A step that cannot be sent leaves no folder.
         data = self._pickled(inputs)
         self._folder = Path(tempfile.mkdtemp(prefix="shardax-plan-"))
         self._write(data)
@@ -177,45 +182,50 @@ class PoolEvaluator:
         idle = list(range(min(self._processes, len(waiting))))[::-1]
         limit = float("inf") if self._seconds is None else self._seconds
         while waiting or running:
+            # Every idle slot gets a layout.
             while waiting and idle:
-                layout, place = waiting.pop(), idle.pop()
+                layout, number = waiting.pop(), idle.pop()
                 begun(layout)
-                future = self._submit(place, layout, effort)
-                running[future] = place, layout, time.monotonic() + limit
+                future = self._submit(number, layout, effort)
+                running[future] = number, layout, time.monotonic() + limit
+
+            # Until one is done, or the first has had its time.
             left = min(deadline for *_, deadline in running.values()) - time.monotonic()
             timeout = None if self._seconds is None else max(0.0, left)
             done, _ = concurrent.futures.wait(
                 running, timeout, return_when=concurrent.futures.FIRST_COMPLETED
             )
+
             now = time.monotonic()
-            for future, (place, layout, deadline) in list(running.items()):
+            for future, (number, layout, deadline) in list(running.items()):
                 if future not in done and deadline > now:
                     continue
                 del running[future]
-                idle.append(place)
+                idle.append(number)
                 try:
                     if future in done:
                         yield future.result()
                     else:
                         reason = f"it took longer than {limit:g} seconds"
-                        yield Evaluation(self._failed(place, layout, reason), False)
+                        yield Evaluation(self._failed(number, layout, reason), False)
                 except BrokenProcessPool:
-                    yield Evaluation(self._failed(place, layout), False)
+                    yield Evaluation(self._failed(number, layout), False)
                 except PickleReadError as error:
                     raise _not_sent(error) from error
 
-    def _submit(self, place: int, layout: Layout, effort: str) -> Future[Evaluation]:
-        slot = self._slots.get(place)
+    def _submit(self, number: int, layout: Layout, effort: str) -> Future[Evaluation]:
+        slot = self._slots.get(number)
         if slot is None or not slot.process.is_alive():
             if slot is not None:
                 slot.close()
-            log = self._folder / f"{place}.log"
-            slot = self._slots[place] = _PoolProcess(self._env, log, self._settings, self._digests)
+            log = self._folder / f"{number}.log"
+            slot = _PoolProcess(self._env, log, self._settings, self._digests)
+            self._slots[number] = slot
         return slot.executor.submit(_evaluate, str(self._task), layout, effort)
 
-    def _failed(self, place: int, layout: Layout, reason: str = "") -> LayoutReport:
+    def _failed(self, number: int, layout: Layout, reason: str = "") -> LayoutReport:
         """Ends a process; returns the report of its failed layout."""
-        slot = self._slots.pop(place)
+        slot = self._slots.pop(number)
         slot.close()
         code = slot.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"

@@ -66,9 +66,11 @@ def calibrate_cpu(
             f"This process has {len(present)} CPU devices, not {count}. Before anything else: "
             f"sx.configure(devices={count})."
         )
+
     measured = _measure(present[:count], ("float32",), matrix, megabytes, repeats, clock)
     template = find_hardware("cpu")
     link = measured.link_bandwidth or template.link_bandwidth
+
     figures: dict[str, Any] = {
         "peak_flops": measured.peak_flops,
         "memory_bandwidth": measured.memory_bandwidth,
@@ -131,12 +133,15 @@ def calibrate_gpu(
             "pip install 'shardax[cuda]', and no JAX_PLATFORMS=cpu. For CPU devices: "
             "plan.calibrate_cpu()."
         )
+
     template = hardware_of(present[0]) if like is None else find_hardware(like)
     if template is None:
         raise PlanInputError(
             f"JAX calls these GPUs {present[0].device_kind!r}, which is not known. Name what is "
             "most like them: plan.calibrate_gpu(like='h100')."
         )
+
+    # Other dtypes keep the figures of the data sheet, and one GPU those of the links.
     dtypes = ("float32", "bfloat16")
     measured = _measure(present[:count], dtypes, matrix, megabytes, repeats, clock)
     figures: dict[str, Any] = {

@@ -105,17 +105,16 @@ def time_band(
     target.check_mesh(mesh)
     chip = target.hardware
     compute = facts.matmul_flops / (chip.peak(dtype) * efficiency.compute)
+
+    # What collectives of virtual devices copy is in their own time.
     traffic = facts.hbm_bytes
-    if chip.copy_bandwidth:
-        for collective in facts.collectives:
-            # Of one side of these a device has its part only.
-            whole = collective.kind not in ("all-gather", "reduce-scatter")
-            traffic -= (
-                collective.runs
-                * collective.payload
-                * (2.0 if whole else 1.0 + 1.0 / collective.group_size)
-            )
+    for collective in facts.collectives if chip.copy_bandwidth else ():
+        # Of one side of these a device has its part only.
+        whole = collective.kind not in ("all-gather", "reduce-scatter")
+        copies = 2.0 if whole else 1.0 + 1.0 / collective.group_size
+        traffic -= collective.runs * collective.payload * copies
     memory = max(0.0, traffic) / (chip.memory_bandwidth * efficiency.memory)
+
     times = [
         collective_time(collective, target, mesh, efficiency) for collective in facts.collectives
     ]
@@ -136,21 +135,25 @@ def collective_time(
     """Returns the time of a collective in all its runs."""
     if collective.group_size < 2 or not collective.wire_bytes:
         return CollectiveTime(0.0, 0.0)
+
+    # Virtual devices copy the payload.
     if target.hardware.copy_bandwidth:
         # Of an unknown kind at the least rate.
         rates = target.hardware.copy_bandwidth
         rate = rates.get(collective.kind, min(rates.values()))
         seconds = (collective.payload / rate + target.hardware.link_latency) * collective.runs
         return CollectiveTime(seconds, 0.0)
+
+    # Links send bytes, and messages take their latency at least.
     route, (inner, outer) = _reach(collective, target, mesh)
     within, between = _shares(collective, inner, outer)
     fabric = network = 0.0
-    if within and collective.kind == "all-to-all":
-        fabric = max(
-            _all_to_all(within, inner, route, efficiency.links), route.latency * collective.runs
-        )
-    elif within:
-        fabric = max(within / (route.bandwidth * efficiency.links), route.latency * collective.runs)
+    if within:
+        if collective.kind == "all-to-all":
+            seconds = _all_to_all(within, inner, route, efficiency.links)
+        else:
+            seconds = within / (route.bandwidth * efficiency.links)
+        fabric = max(seconds, route.latency * collective.runs)
     if between:
         seconds = between / (route.network_bandwidth * efficiency.network)
         network = max(seconds, route.network_latency * collective.runs)
@@ -172,6 +175,7 @@ def _reach(
                 break
             axes.append(name)
             covered *= mesh[name]
+
     route = target.route(mesh, axes)
     if size == route.group_size:
         return route, (route.inner, route.outer)
@@ -203,13 +207,14 @@ def _all_to_all(wire: float, inner: int, route: Route, efficiency: float) -> flo
     # far on average, and the middle of a line parts k/2 devices from k/2. Dimensions work at the
     # same time.
     whole = wire * inner / max(inner - 1, 1)
-    return max(
-        whole * (size * size // 4) / size / (dimension.bandwidth * efficiency)
-        if dimension.hops > 1 or size == 2
-        else wire / (dimension.bandwidth * efficiency)
-        for dimension in route.dimensions
-        for size in (dimension.size,)
-    )
+    longest = 0.0
+    for dimension in route.dimensions:
+        size = dimension.size
+        sent = wire
+        if dimension.hops > 1 or size == 2:
+            sent = whole * (size * size // 4) / size
+        longest = max(longest, sent / (dimension.bandwidth * efficiency))
+    return longest
 
 
 def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...]:

@@ -182,6 +182,7 @@ class Hardware:
             expected, is_right = _EXPECTED.get(name, ("a number", _number))
             if not is_right(getattr(self, name)):
                 yield f"{name} is {getattr(self, name)!r}; it is {expected}."
+
         if self.usable_bytes > self.memory_bytes:
             yield (
                 f"usable_bytes ({self.usable_bytes}) is more than memory_bytes "
@@ -247,6 +248,7 @@ def _made(values: Mapping[str, object]) -> Hardware:
     like = fields.pop("like", None)
     if like is not None:
         return find_hardware(str(like)).like(**fields)
+
     _check_names(fields)
     without = dataclasses.MISSING
     needed = [

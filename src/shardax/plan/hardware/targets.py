@@ -149,10 +149,12 @@ def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_TpuDevice]:
 @functools.lru_cache(maxsize=4096)
 def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
     """Returns the route between the devices of a group."""
+    # A group's part in its first slice or node, as all have the same form.
     groups = _groups(where, along)
     first = groups[0]
     slices = np.unique(first[:, 0])
     within = groups[:, first[:, 0] == slices[0], 1:]
+
     chip = where.hardware
     if chip.torus_dimensions:
         dimensions = tuple(_torus_dimensions(chip, where.topology, within))
@@ -160,7 +162,6 @@ def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
         dimensions = (Dimension(within.shape[1], True, chip.link_bandwidth, 1),)
     else:
         dimensions = ()
-    crosses = len(slices) > 1
     return Route(
         inner=within.shape[1],
         outer=len(slices),
@@ -169,7 +170,7 @@ def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
         wraparound=all(dimension.ring for dimension in dimensions),
         network_bandwidth=chip.network_bandwidth,
         latency=chip.link_latency * sum(dimension.hops for dimension in dimensions),
-        network_latency=chip.network_latency * crosses,
+        network_latency=chip.network_latency if len(slices) > 1 else 0.0,
     )
 
 
@@ -196,6 +197,7 @@ def _torus_dimensions(
         size = len(next(iter(spans)))
         if size == 1:
             continue
+
         ring = chip.wraps(topology, number) and all(_evenly_round(span, length) for span in spans)
         shared = length // size if ring else _most_on_a_link(spans)
         ways = 2 if ring else 1
@@ -280,6 +282,7 @@ class Target:
         match = re.fullmatch(r"(?:(\d{1,18})\*)?(\d{1,18}(?:x\d{1,18})*)", topology)
         if not head or not match:
             raise TargetError(_unreadable(text, head or topology))
+
         chip = _hardware_of(head, text)
         try:
             fraction = float(share) if share else None
@@ -338,12 +341,14 @@ class Target:
                 f"A mesh is sizes by axis, such as {{'data': {self.device_count}}}; this is "
                 f"{dict(sizes)!r}."
             )
+
         count = math.prod(sizes.values())
         if count != self.device_count:
             raise TargetError(
                 f"The mesh {mesh_text(sizes)} has {count} devices and {self.text!r} has "
                 f"{self.device_count}.{self._fitting(sizes)}"
             )
+
         if self.slices > 1 and self._slices_by_axis(sizes) is None:
             raise TargetError(
                 f"The mesh {mesh_text(sizes)} cannot be split into the {self.slices} slices of "
@@ -353,15 +358,14 @@ class Target:
 
     def _fitting(self, sizes: Mapping[str, int]) -> str:
         """A sentence with fitting sizes of these axes."""
-        shapes = factorizations(self.device_count, len(sizes))
-        near = sorted(
-            shapes,
-            key=lambda shape: sum(
-                abs(math.log2(a / b)) for a, b in zip(shape, sizes.values(), strict=True)
-            ),
-        )
-        words = [mesh_text(dict(zip(sizes, shape, strict=True))) for shape in near[:3]]
-        return f" These have {self.device_count}: {'; '.join(words)}."
+
+        def distance(shape: tuple[int, ...]) -> float:
+            pairs = zip(shape, sizes.values(), strict=True)
+            return sum(abs(math.log2(a / b)) for a, b in pairs)
+
+        shapes = sorted(factorizations(self.device_count, len(sizes)), key=distance)
+        texts = [mesh_text(dict(zip(sizes, shape, strict=True))) for shape in shapes[:3]]
+        return f" These have {self.device_count}: {'; '.join(texts)}."
 
     def _slices_by_axis(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
         """Number of slices along each mesh axis, if they can be split."""
@@ -428,6 +432,7 @@ def _hardware_of(head: str, text: str) -> Hardware:
     kind, _, name = head.partition(":")
     if kind not in KINDS or (kind != "cpu" and not name):
         raise TargetError(_unreadable(text, kind))
+
     names = [title for title, chip in HARDWARE.items() if chip.kind == kind]
     try:
         chip = find_hardware(name or "cpu")
@@ -457,12 +462,16 @@ def _problem(target: Target) -> str:
     chip, topology = target.hardware, target.topology
     if not all(map(_is_count, (*topology, target.slices))) or not topology:
         return "sizes are numbers from 1."
+
+    # What every kind has.
     most = _MOST_DEVICES[chip.kind]
     if target.device_count > most:
         return f"a plan is for at most {most:,} {chip.kind.upper()} devices."
     share = target.memory_fraction
     if share is not None and (chip.kind != "gpu" or not 0 < share <= 1):
         return "@ is for the share of a GPU's memory, above 0 and at most 1, such as @0.9."
+
+    # The shape of a slice or of nodes.
     rank = chip.torus_dimensions or (1 if chip.kind == "cpu" else 2)
     if len(topology) != rank:
         form = {

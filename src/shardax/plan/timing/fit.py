@@ -125,6 +125,7 @@ def _read_measurement(row: Row) -> Measurement | None:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number and seconds is not None:
         raise RowError(f"step_seconds is {seconds!r}; it is a number, or None.")
+
     if missing_sizes(row):
         return None
     model, step, hardware, software = read_row(row)

@@ -13,18 +13,17 @@ torus's dimensions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import PEAK_NAMES, generation, gpu_cores, product_peak
 
 _TILE = (128, 256)  # rows and columns that a core of a GPU computes at a time
 _NARROW = {"fp8": 1.0, "fp8-row": 1.0, "mxfp8": 1.03, "nvfp4": 0.56, "int8": 1.0}
-_FORWARD_ATTENTION_BLOCK = (
-    128  # keys of a block of fused attention; causal blocks are computed whole
-)
+_ATTENTION_BLOCK = 128  # keys of a block of fused attention; causal blocks are computed whole
 _RAMP_RATE = 9.89e14 / 132  # operations a second of a core of an H100, whose ramp the figure is
 _ALIGNED = 8  # elements in 16 bits that tensor cores read at a time
 
@@ -37,26 +36,32 @@ class Kernels:
     figures: Mapping[str, float]
     precision: str = "bf16"  # of the products of layers
     software: str = ""
-    family: str = field(init=False, default="")
-    wide_peak: float = field(init=False, default=0.0)
-    narrow_peak: float = field(init=False, default=0.0)
-    narrow_ratio: float = field(init=False, default=1.0)
-    stream: float = field(init=False, default=0.0)
 
-    def __post_init__(self) -> None:
-        family = generation(self.chip.name, self.chip.kind)
+    @functools.cached_property
+    def family(self) -> str:
+        """Generation of the device."""
+        return generation(self.chip.name, self.chip.kind)
+
+    @functools.cached_property
+    def wide_peak(self) -> float:
+        """Operations a second that large products in at least 16 bits reach."""
         wide = self.precision if self.precision in ("f32", "fp16") else "bf16"
+        return self._reached * product_peak(self.chip, wide, self.figures)
+
+    @functools.cached_property
+    def narrow_peak(self) -> float:
+        """Operations a second that large products of layers reach."""
+        return self._reached * product_peak(self.chip, self.precision, self.figures)
+
+    @property
+    def _reached(self) -> float:
         # Shapes and kernels that nobody chose for this hardware reach less of what it can do.
-        reached = self.figures.get(f"{self.software}.products", 1.0)
-        for name, value in {
-            "family": family,
-            "wide_peak": reached * product_peak(self.chip, wide, self.figures),
-            "narrow_peak": reached * product_peak(self.chip, self.precision, self.figures),
-            "narrow_ratio": self.chip.peak(PEAK_NAMES.get(self.precision, self.precision))
-            / self.chip.peak("bf16"),
-            "stream": self.chip.memory_bandwidth * self.figures["kernels.memory_share"],
-        }.items():
-            object.__setattr__(self, name, value)
+        return self.figures.get(f"{self.software}.products", 1.0)
+
+    @functools.cached_property
+    def stream(self) -> float:
+        """Bytes a second that kernels move between the memory and the device."""
+        return self.chip.memory_bandwidth * self.figures["kernels.memory_share"]
 
     def product(self, rows: float, columns: float, depth: float, *, wide: bool = False) -> float:
         """Returns the seconds of one product; ``wide`` keeps it in bf16."""
@@ -66,7 +71,10 @@ class Kernels:
         peak = self.narrow_peak if narrow else self.wide_peak
         ramp = self.figures["kernels.depth_ramp"]
         if narrow:  # the same start, in fewer seconds
-            ramp *= self.narrow_ratio
+            narrow_peak = self.chip.peak(PEAK_NAMES.get(self.precision, self.precision))
+            ramp *= narrow_peak / self.chip.peak("bf16")
+
+        # What is computed in tiles that the product does not fill.
         cores = gpu_cores(self.family)
         if cores:
             # A core's start takes the same time on all GPUs, and the faster compute more in it.
@@ -79,6 +87,8 @@ class Kernels:
         else:
             unit = 256 if self.family == "mxu256" else 128
             used = _padding(columns, unit) * _padding(depth, unit) * _padding(rows, 8)
+
+        # At least, operands and result pass through the memory.
         seconds = 2 * rows * columns * depth / peak * used * (1 + ramp / depth)
         width = _NARROW[self.precision] if narrow else 2.0
         moved = width * (rows * depth + depth * columns) + 2.0 * rows * columns
@@ -101,9 +111,11 @@ class Kernels:
         kernel: str = "",
     ) -> float:
         """Returns the seconds of fused attention, forward, by one of its kernels."""
-        operations = 2 * tokens * (context + _FORWARD_ATTENTION_BLOCK / 2) * heads
+        operations = 2 * tokens * (context + _ATTENTION_BLOCK / 2) * heads
         widths = key_width + value_width
         rate = self.attention_rate(widths / 2)
+
+        # The software's own kernel, or one by name, as far as it was measured on this hardware.
         own = self.figures.get(f"{self.software}.attention", 1.0)
         if kernel == "cudnn":  # that of Megatron's figure
             own = self.figures["megatron.attention"]
@@ -191,11 +203,12 @@ class Links:
         # than ``most_nodes`` get it.
         if size < 2 or not bytes_:
             return 0.0
-        inner, outer = self.members(size, stride)
         share = self.figures["links.exchange_share"]
         if self.chip.kind == "tpu":
             per_dimension = max(2.0, size ** (1 / self.chip.torus_dimensions))
             return bytes_ * per_dimension / 4 / (self._fabric(size) * share)
+
+        inner, outer = self.members(size, stride)
         fabric = bytes_ * (inner - 1) / inner / (self.chip.link_bandwidth * share)
         network = 0.0
         if outer > 1:
@@ -204,8 +217,7 @@ class Links:
                 nodes = min(nodes, most_nodes)
             sent = bytes_ / copies * nodes * (outer - 1) / outer
             network = sent / (self.chip.network_bandwidth * share)
-        latency = self.figures["links.switch_latency"] * 2
-        return max(fabric, network) + latency
+        return max(fabric, network) + 2 * self.figures["links.switch_latency"]
 
     def send(self, bytes_: float, stride: int) -> float:
         """Seconds of a message to the next device of an axis."""

@@ -31,7 +31,7 @@ def memory_bytes(
     figures: Mapping[str, float],
 ) -> float:
     """Returns the bytes of a device, with those of runtime and allocator."""
-    states = state_bytes(model, step)
+    # Activations, and logits with their gradients.
     saved = saved_bytes(model, step, software)
     tokens = step.sequences * step.sequence / step.context
     logits = _LOGIT_BYTES[software] * tokens * model.vocab / step.tensor
@@ -44,6 +44,9 @@ def memory_bytes(
     else:
         work = saved + live + logits
     work += _gathered_bytes(model, step, chip)
+
+    # States, and what the update needs in place of activations.
+    states = state_bytes(model, step)
     if step.data > 1:  # of reduced gradients, and of gathered parameters
         stored = local_parameters(model, step, optimizer=False)
         states += 2 * 2.0 * min(step.bucket_elements, stored)
@@ -92,17 +95,22 @@ def saved_bytes(model: TransformerShape, step: TrainingStep, software: str) -> f
     tokens = step.sequences * step.sequence / step.context
     again = Recompute.parse(step.recompute, matrices=model.mlp_matrices)
     stream, heads, hidden, scores = _widths(model, step)
-    is_narrow = step.precision in ("mxfp8", "nvfp4", "fp8") and software in _SAVES_NARROW
-    whole = (0.6 if is_narrow and again.mlp < 1 else 1.0) * (
+    whole = (
         3 * stream * (1 - 0.75 * again.elementwise)
         + heads * (1 - again.projections)
         + hidden * _saved_share(again, model.mlp_matrices)
         + scores * (1 - again.attention)
     )
+    is_narrow = step.precision in ("mxfp8", "nvfp4", "fp8") and software in _SAVES_NARROW
+    if is_narrow and again.mlp < 1:
+        whole *= 0.6
+
+    # At the least, what a layer is given, from which the rest is computed again.
     boundary = stream
     if "offload" in step.recompute:  # saved on the host
         whole = 0.5 * boundary if "input=offload" in step.recompute else boundary
         boundary = min(boundary, whole)
+
     layers = model.layers / step.pipeline
     return 2 * tokens * max(boundary, whole) * (layers - min(step.offloaded_layers, layers))
 

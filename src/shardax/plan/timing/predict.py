@@ -106,6 +106,7 @@ def predict(
     values = figures_of(chip, figures)
     remedy = "plan.compare(target='cpu:8') compiles for virtual devices of a CPU."
     _OPTIONS.check("hardware", chip.name, chip.kind != "cpu", "a GPU or TPU", remedy)
+
     parts = step_parts(model, step, chip, software, values)
     expected = band_of(
         parts,
@@ -116,17 +117,20 @@ def predict(
     )
     seconds = expected.seconds
     memory = memory_bytes(model, step, chip, software, values)
+
+    # Throughput, of the model's own operations.
+    reachable = seconds * step.device_count * chip.peak("bf16")
     tokens = step.global_batch * step.sequence
     chips = step.device_count / chip.devices_per_chip
     return StepEstimate(
-        seconds,
-        expected.low,
-        expected.high,
-        memory,
-        memory <= chip.memory_bytes,
-        parts,
-        model_operations(model, step) / (seconds * step.device_count * chip.peak("bf16")),
-        tokens / seconds / chips,
+        seconds=seconds,
+        low=expected.low,
+        high=expected.high,
+        memory_bytes=memory,
+        fits=memory <= chip.memory_bytes,
+        parts=parts,
+        mfu=model_operations(model, step) / reachable,
+        tokens_per_second_per_chip=tokens / seconds / chips,
     )
 
 

@@ -239,27 +239,29 @@ def _engine(row: Row) -> str:
 def _states(row: Row, *, is_partitioned: bool) -> dict[str, float]:
     """Returns the bytes of a parameter's states in a row's software."""
     layout = row.get("layout") or {}
-    precision, software = words.precision_of(row), _software(row)
+    precision, software, engine = words.precision_of(row), _software(row), _engine(row)
     pure = layout.get("mixed_precision_mode") == "PURE"
     compact = is_partitioned or pure or precision in ("mxfp8", "nvfp4")
-    engine = _engine(row)
     gradient = words.gradient_bytes_of(row) or (2 if compact else 4)
     if pure and not is_partitioned:  # all in 16 bits, but the moments
         return {"gradient_bytes": gradient, "state_bytes": 12}
+
     if engine == "deepspeed":  # gradients in 16 bits, and those in bf16 are summed in 32
         copy = 0 if precision == "fp16" else 2
         return {
-            "gradient_bytes": 2 if precision == "fp16" else 4,
+            "gradient_bytes": 2 + copy,
             "gradient_copy_bytes": copy,
-            "state_bytes": 16 if precision == "fp16" else 18,
+            "state_bytes": 16 + copy,
             "update_bytes": 4,  # the gradient of its shard in 32 bits
             "bucket_elements": 5e8,
         }
+
     if is_partitioned:  # parameters and moments in 32 bits
         return {"gradient_bytes": gradient, "state_bytes": 12 + gradient}
     if software in ("megatron", "untuned"):
         # With gradients in 32 bits, 6 bytes and 12 that may be sharded.
         return {"gradient_bytes": gradient, "state_bytes": 14 + gradient}
+
     # Adam over lists of arrays makes one more of each. InternEvo flattens gradients, in 16 bits and
     # then in 32.
     if engine == "internevo":
@@ -273,11 +275,14 @@ def _model(row: Row, sequence: int) -> TransformerShape:
     if kind is not None and kind not in words.ATTENTION_TYPES:
         raise words.unknown_words("arch.attention_type", kind, words.ATTENTION_TYPES)
     latent = kind == "mla"
+
+    # Such as "5 local : 1 global" layers; half of the layers, where a row does not say it.
     pattern = re.search(r"(\d+) local\D+(\d+) global", str(arch.get("local_global") or ""))
     windowed = 0.5
     if pattern:
         local, whole = int(pattern[1]), int(pattern[2])
         windowed = local / (local + whole)
+
     return TransformerShape(
         layers=arch["layers"],
         embed=arch["embed"],

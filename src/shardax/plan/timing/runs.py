@@ -61,6 +61,8 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
         ) from None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise PlanFileError(f"{path}: the run cannot be read: {error}.") from None
+
+    # What the row needs, and a run need not say.
     sizes = run.get("model") if isinstance(run, dict) else None
     if not isinstance(sizes, dict) or run.get("source"):
         raise PlanInputError(
@@ -72,6 +74,7 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
         raise PlanInputError(
             f"{path}: the log says no tokens_per_second yet; a run logs it from its second step on."
         )
+
     try:
         batch, sequence = run["batch_size"], run["seq_len"]
         mesh = {
@@ -83,13 +86,15 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
         layout = _run_layout(run, mesh)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanFileError(f"{path}: run.json is damaged: {error}") from None
+
     chip = hardware if isinstance(hardware, Hardware) else find_chip(hardware)
+    devices = math.prod(mesh.values())
     return {
         "id": str(path),
         "kind": chip.kind,
         "hw": chip.name,
-        "chips": math.prod(mesh.values()) / chip.devices_per_chip,
-        "devices": math.prod(mesh.values()),
+        "chips": devices / chip.devices_per_chip,
+        "devices": devices,
         "arch": arch,
         "layout": layout,
         "source": "jax",

@@ -9,6 +9,7 @@ pipeline adds its bubble, and sums of gradients hide behind the last backward pa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,32 +98,28 @@ class LayerModel:
         return forward, backward
 
     def _products(self, forward: Pass, backward: Pass, sparse: bool) -> None:
-        model, step, tokens = self.model, self.step, self.tokens
-        groups: list[tuple[float, float, float, float, float]] = [  # rows, in, out, count, repeated
-            (tokens, inputs, outputs, 1, self.recompute.projections)
-            for inputs, outputs in model.attention_products(step.tensor)
-        ]
+        model, step, figures = self.model, self.step, self.figures
+        add = functools.partial(self._product, forward, backward)
+        for inputs, outputs in model.attention_products(step.tensor):
+            add(self.tokens, inputs, outputs, self.recompute.projections)
+
+        # The MLP, or the experts of every token.
         gates = model.mlp_matrices - 1
         hidden = model.expert_width * model.shared_experts if sparse else model.mlp_hidden
         hidden /= step.tensor
         if hidden:
-            groups += [
-                (tokens, model.embed, gates * hidden, 1, self.recompute.mlp),
-                (tokens, hidden, model.embed, 1, self.recompute.mlp),
-            ]
-        for rows, inputs, outputs, count, repeated in groups:
-            self._product(forward, backward, rows, inputs, outputs, count, repeated, 1.0)
+            add(self.tokens, model.embed, gates * hidden, self.recompute.mlp)
+            add(self.tokens, hidden, model.embed, self.recompute.mlp)
+
+        # The other experts, each of its own rows.
         if sparse:
             local = max(1.0, model.experts / step.expert)
             rows = self.routed_tokens * model.top_k * (step.capacity_factor or 1.0) / local
-            slow = (1 + self.figures["kernels.grouped_rows"] / rows) / self.figures[
-                "kernels.grouped_share"
-            ]
+            slow = 1 + figures["kernels.grouped_rows"] / rows
+            slow /= figures["kernels.grouped_share"]
             width = model.expert_width
-            for inputs, outputs in ((model.embed, gates * width), (width, model.embed)):
-                self._product(
-                    forward, backward, rows, inputs, outputs, local, self.recompute.mlp, slow
-                )
+            add(rows, model.embed, gates * width, self.recompute.mlp, local, slow)
+            add(rows, width, model.embed, self.recompute.mlp, local, slow)
 
     def _product(
         self,
@@ -131,9 +128,9 @@ class LayerModel:
         rows: float,
         inputs: float,
         outputs: float,
-        count: float,
         repeated: float,
-        slow: float,
+        count: float = 1,
+        slow: float = 1.0,
     ) -> None:
         """Adds a product, its two derivatives, and the narrowing of their operands."""
         kernels = self.kernels
@@ -200,6 +197,8 @@ class LayerModel:
 
     def _collectives(self, forward: Pass, backward: Pass, sparse: bool) -> None:
         model, step, links = self.model, self.step, self.links
+
+        # Partial sums of attention and of the MLP.
         if step.tensor > 1:
             hidden = _HIDDEN_TENSOR if step.overlap_tensor else 0.0
             may_hide = self.chip.kind == "tpu" or step.sequence_parallel
@@ -208,6 +207,8 @@ class LayerModel:
             seconds = links.reduce(2 * self.tokens * model.embed, step.tensor) * (1 - hidden)
             forward.tensor += 2 * seconds
             backward.tensor += 2 * seconds
+
+        # Keys and values of the whole sequence, behind attention.
         if step.context > 1:
             keys = model.key_heads / step.tensor * (model.key_width + model.value_width)
             if step.context_kind == "ulysses":
@@ -222,6 +223,8 @@ class LayerModel:
             seconds = links.gather(bytes_, step.context, step.tensor)
             forward.context += max(0.2 * seconds, seconds - 0.5 * forward.attention)
             backward.context += max(0.4 * seconds, 2 * seconds - 0.5 * backward.attention)
+
+        # Tokens to their experts and back.
         if sparse and step.expert > 1:
             rows = self.routed_tokens * model.top_k * (step.capacity_factor or 1.0)
             bytes_ = 2 * rows * model.embed
@@ -364,16 +367,16 @@ def step_parts(
     """Returns the seconds of a training step."""
     layers = LayerModel(model, step, chip, software, figures)
     links = layers.links
-    contention = layers.figure("contention")
     microbatches = step.microbatches
-    stride = step.tensor * step.context
-    exposed_parameters = host = 0.0
-    work = Pass()  # of a microbatch, all layers
-    forward_seconds = backward_seconds = 0.0
-    sparse_layers = model.sparse_layers
-    groups = [(model.layers - sparse_layers, False), (sparse_layers, True)]
-    if model.extra_layers:
-        groups.append((model.extra_layers, bool(model.experts)))
+
+    # All layers of a microbatch, those with experts and those without.
+    work = Pass()
+    exposed_parameters = host = forward_seconds = backward_seconds = 0.0
+    groups = [
+        (model.layers - model.sparse_layers, False),
+        (model.sparse_layers, True),
+        (model.extra_layers, bool(model.experts)),
+    ]
     for count, sparse in groups:
         if count <= 0:
             continue
@@ -386,45 +389,50 @@ def step_parts(
         forward_seconds += count * forward.arithmetic
         backward_seconds += count * backward.arithmetic
         exposed_parameters += count * _exposed_parameters(layers, forward, backward, sparse)
+
+    # The slowest stage, with the output layer as so many layers' worth.
     head = layers.head()
     runs = 1 + model.extra_layers
     head_seconds = head.arithmetic * runs
     whole_layers = model.layers + model.extra_layers
     layer_seconds = (sum(vars(work).values()) + host + exposed_parameters) / whole_layers
     stage = _stage_layers(model, step, head_seconds / layer_seconds + model.extra_layers)
+
     # Of the slowest stage the parts have the shares that they have in the whole.
     total = layer_seconds * whole_layers + head_seconds
     scale = stage * layer_seconds / total * microbatches
     work.add(head, runs)
-    steady = stage * layer_seconds * microbatches
+
+    # Stages wait for the first microbatch and the last, and for messages.
     bubble = 0.0
     if step.pipeline > 1:
+        steady = stage * layer_seconds * microbatches
         bubble = steady / microbatches * (step.pipeline - 1) / step.virtual
-        message = links.send(2 * layers.tokens * model.embed / step.tensor, stride * step.data)
-        bubble += (
-            2
-            * message
-            * (step.pipeline - 1 + 0.5 * microbatches * (step.virtual if step.virtual > 1 else 1))
-        )
-    window = backward_seconds / step.pipeline
-    if not layers.hides_gradients:
-        window = 0.0
-    gradients = _gradient_sums(model, step, links, window, contention)
+        stride = step.tensor * step.context * step.data
+        message = links.send(2 * layers.tokens * model.embed / step.tensor, stride)
+        bubble += 2 * message * (step.pipeline - 1 + 0.5 * microbatches * step.virtual)
+
+    # Gradients are summed beside the last backward pass, where the software does it so.
+    window = backward_seconds / step.pipeline if layers.hides_gradients else 0.0
+    gradients = _gradient_sums(model, step, links, window, layers.figure("contention"))
+
     moved = _offloaded_bytes(model, step, layers.tokens)
     if moved:
-        # There in the forward pass and back in the backward pass, beside the arithmetic of each.
+        # To the host in the forward pass and back in the backward pass, beside the arithmetic of
+        # each.
         seconds = moved / figures["links.host_bandwidth"] / step.pipeline
         busy = backward_seconds / step.pipeline, forward_seconds / step.pipeline
         exposed = sum(max(0.0, seconds - hidden) for hidden in busy) * microbatches
         host += exposed / max(scale, 1e-9)
+
+    # Adapters are too small to count.
     optimizer = figures["jobs.step_overhead"]
-    updated = local_parameters(model, step, optimizer=True)
-    if step.adapter_rank:
-        updated = 0.0
+    updated = 0.0 if step.adapter_rank else local_parameters(model, step, optimizer=True)
     if step.host_optimizer:
         optimizer += _host_update(step, figures, updated, chip)
     else:
         optimizer += layers.kernels.streamed(_MASTER_BYTES * updated)
+
     parts = {
         "products": work.products * scale,
         "attention": work.attention * scale,
@@ -461,6 +469,7 @@ def _offloaded_bytes(model: TransformerShape, step: TrainingStep, tokens: float)
         "mlpwi_1": hidden,
         "mlpwo": stream,
     }
+
     named = sum(widths[name] for name in step.offloaded)
     return 2 * tokens * (stream * step.offloaded_layers + named * model.layers)
 
@@ -513,12 +522,13 @@ def _gradient_sums(
     if links.chip.kind == "tpu":
         seconds = links.between_slices(step.gradient_bytes * stored)
         return max(0.0, seconds - window) + contention * min(seconds, window)
+
     replicas = step.data * step.context
     if step.zero >= 2:
+        # Those of a shard are scattered with its layers; what is left is between groups of shards.
         replicas //= max(1, step.shard_count)
-        seconds = links.reduce(
-            step.gradient_bytes * stored, replicas, step.tensor * step.shard_count
-        )
+        stride = step.tensor * step.shard_count
+        seconds = links.reduce(step.gradient_bytes * stored, replicas, stride)
     elif step.zero == 1 and step.shard_count < replicas:
         # State in groups: gradients are summed over all, parameters gathered in a group.
         seconds = links.reduce(step.gradient_bytes * stored, replicas, step.tensor)
@@ -529,6 +539,7 @@ def _gradient_sums(
         seconds = links.reduce(stored * sum(halves) / 2, replicas, step.tensor)
     if replicas < 2:
         return 0.0
+
     sent = 0.0
     if step.zero == 1 and step.broadcast_parameters:  # by one owner after the other
         owners = step.shard_count

@@ -105,6 +105,8 @@ class TransformerShape:
         share = self.windowed_share
         fits = _is_finite(share) and 0 <= share <= 1
         _OPTIONS.check("windowed_share", share, fits, "a number from 0 to 1")
+
+        # Sizes that depend on each other.
         shares = Options.is_integer(self.kv_heads) and self.kv_heads >= 0
         shares = shares and self.heads % self.key_heads == 0
         _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
@@ -271,19 +273,20 @@ def _modules(text: str | None, policy: str) -> Recompute:
     listed = policy.replace("core attention", "core_attn")
     listed = re.sub(r"^selective|modules|activations?|recomput(e|ation)", " ", listed)
     names = set(re.sub(r"checkpointing|[():,]", " ", listed).split()) or {"core_attn"}
+
     unknown = sorted(names - set(MODULES))
     if unknown:
         known = ", ".join(MODULES)
         raise PlanInputError(f"recompute={text!r} names {unknown[0]!r}; modules are {known}.")
-    whole_mlp = bool(names & {"mlp", "moe"})
-    elementwise = 0.35 * bool(names & {"layernorm", "norm"}) + 0.4 * bool(
-        names & {"moe_act", "act"}
-    )
+
+    whole_mlp = not names.isdisjoint({"mlp", "moe"})
+    norms = not names.isdisjoint({"layernorm", "norm"})
+    activations = not names.isdisjoint({"moe_act", "act"})
     return Recompute(
-        projections=0.3 if "mla_up_proj" in names else 0.0,
-        attention=float(bool(names & {"core_attn", "attention"})),
-        mlp=1.0 if whole_mlp else 0.0,
-        elementwise=min(1.0, elementwise + 0.4 * whole_mlp),
+        projections=0.3 * ("mla_up_proj" in names),
+        attention=float(not names.isdisjoint({"core_attn", "attention"})),
+        mlp=float(whole_mlp),
+        elementwise=min(1.0, 0.35 * norms + 0.4 * activations + 0.4 * whole_mlp),
     )
 
 
@@ -426,53 +429,12 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         self._check_values()
-        for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
-            degree = getattr(self, name)
-            if not Options.is_integer(degree) or degree < 1:
-                raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
-        _OPTIONS.integers(sequence=self.sequence)
-        if self.precision not in PRECISIONS:
-            raise PlanInputError(
-                f"precision is {self.precision!r}; it is one of {', '.join(PRECISIONS)}."
-            )
-        is_pipeline = self.virtual == 1 or self.pipeline > 1
-        _OPTIONS.check("virtual", self.virtual, is_pipeline, "1, as there is no pipeline")
-        _OPTIONS.choice("zero", self.zero, range(4))
-        _OPTIONS.choice("graphs", self.graphs, GRAPHS)
-        _OPTIONS.choice("attention_kernel", self.attention_kernel, ("", *ATTENTION_KERNELS))
-        _OPTIONS.choice("context_kind", self.context_kind, CONTEXT_KINDS)
-        for name in self.offloaded:
-            _OPTIONS.choice("offloaded", name, ACTIVATIONS)
-        _OPTIONS.integers(
-            0,
-            offloaded_layers=self.offloaded_layers,
-            devices=self.devices,
-            shards=self.shards,
-            adapter_rank=self.adapter_rank,
-            expert_nodes=self.expert_nodes,
-        )
-        product = self.data * self.tensor * self.context * self.pipeline
-        is_product = self.devices in (0, product)
-        _OPTIONS.check("devices", self.devices, is_product, f"the product of degrees, {product}")
-        replicas = self.data * self.context
-        divides = not self.shards or replicas % self.shards == 0
-        expected = f"a divisor of the {replicas} devices of data and context, or 0"
-        _OPTIONS.check("shards", self.shards, divides, expected)
-        divides = self.sequence % self.context == 0
-        expected = f"a divisor of sequence={self.sequence}"
-        _OPTIONS.check("context", self.context, divides, expected)
-        divides = product % self.slices == 0
-        _OPTIONS.check("slices", self.slices, divides, f"a divisor of the {product} devices")
-        fits = self.global_batch % self.data == 0
-        expected = f"a multiple of data={self.data}, as each batch shard has as many"
-        _OPTIONS.check("global_batch", self.global_batch, fits, expected)
-        is_divisor = self.microbatch >= 0 and abs(self.replica_batch % self.sequences) < 1e-6
-        expected = f"a divisor of the {self.replica_batch:g} sequences of a batch shard, or 0"
-        _OPTIONS.check("microbatch", self.microbatch, is_divisor, expected)
+        self._check_division()
         Recompute.parse(self.recompute)
 
     def _check_values(self) -> None:
         """Refuses values of other types, and numbers that are none."""
+        # Truth values, and numbers.
         for name in (
             *("sequence_parallel", "split_stream", "fused_attention", "broadcast_parameters"),
             *("overlap_experts", "host_optimizer"),
@@ -490,11 +452,65 @@ class TrainingStep:
         batch = self.global_batch
         fits = _is_finite(batch) and batch > 0
         _OPTIONS.check("global_batch", batch, fits, "a finite number above 0")
+
+        # Degrees and counts.
+        for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
+            degree = getattr(self, name)
+            if not Options.is_integer(degree) or degree < 1:
+                raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
+        _OPTIONS.integers(sequence=self.sequence)
+        _OPTIONS.integers(
+            0,
+            offloaded_layers=self.offloaded_layers,
+            devices=self.devices,
+            shards=self.shards,
+            adapter_rank=self.adapter_rank,
+            expert_nodes=self.expert_nodes,
+        )
+
+        # Words.
         is_text = isinstance(self.recompute, str)
         _OPTIONS.check("recompute", self.recompute, is_text, "a text")
+        if self.precision not in PRECISIONS:
+            raise PlanInputError(
+                f"precision is {self.precision!r}; it is one of {', '.join(PRECISIONS)}."
+            )
+        _OPTIONS.choice("zero", self.zero, range(4))
+        _OPTIONS.choice("graphs", self.graphs, GRAPHS)
+        _OPTIONS.choice("attention_kernel", self.attention_kernel, ("", *ATTENTION_KERNELS))
+        _OPTIONS.choice("context_kind", self.context_kind, CONTEXT_KINDS)
         # The letters of a text would be taken for names.
         is_tuple = isinstance(self.offloaded, tuple)
         _OPTIONS.check("offloaded", self.offloaded, is_tuple, "a tuple of names")
+        for name in self.offloaded:
+            _OPTIONS.choice("offloaded", name, ACTIVATIONS)
+
+    def _check_division(self) -> None:
+        """Refuses degrees that do not divide devices, batch and sequence."""
+        is_pipeline = self.virtual == 1 or self.pipeline > 1
+        _OPTIONS.check("virtual", self.virtual, is_pipeline, "1, as there is no pipeline")
+
+        # Devices.
+        product = self.data * self.tensor * self.context * self.pipeline
+        is_product = self.devices in (0, product)
+        _OPTIONS.check("devices", self.devices, is_product, f"the product of degrees, {product}")
+        replicas = self.data * self.context
+        divides = not self.shards or replicas % self.shards == 0
+        expected = f"a divisor of the {replicas} devices of data and context, or 0"
+        _OPTIONS.check("shards", self.shards, divides, expected)
+        divides = product % self.slices == 0
+        _OPTIONS.check("slices", self.slices, divides, f"a divisor of the {product} devices")
+
+        # Tokens.
+        divides = self.sequence % self.context == 0
+        expected = f"a divisor of sequence={self.sequence}"
+        _OPTIONS.check("context", self.context, divides, expected)
+        fits = self.global_batch % self.data == 0
+        expected = f"a multiple of data={self.data}, as each batch shard has as many"
+        _OPTIONS.check("global_batch", self.global_batch, fits, expected)
+        is_divisor = self.microbatch >= 0 and abs(self.replica_batch % self.sequences) < 1e-6
+        expected = f"a divisor of the {self.replica_batch:g} sequences of a batch shard, or 0"
+        _OPTIONS.check("microbatch", self.microbatch, is_divisor, expected)
 
     @property
     def device_count(self) -> int:

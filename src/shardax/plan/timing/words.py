@@ -228,11 +228,13 @@ def offload_of(row: Mapping[str, Any]) -> Offload:
     text = str(row.get("offload") or "none").lower()
     if text in ("none", "no", "off", "false"):
         return Offload()
+
     names = [name for name in ACTIVATIONS if re.search(rf"\b{name}(?![a-z])", text)]
     if "qkv_proj_offload" in text:
         names = ["qkv_proj"]
     layers = re.search(r"(\d+) layers", text)
     optimizer = bool(re.search(r"optimizer|\badam|zero-?offload", text))
+
     if names and not layers:
         return Offload(activations=tuple(names), optimizer=optimizer)
     if layers:
@@ -253,6 +255,7 @@ def context_kind_of(layout: Mapping[str, Any], kernel: str) -> str:
         # Sequences are dealt out from both ends, unless a source says otherwise.
         is_plain_ring = "ring" in kernel or layout.get("cp_balanced") is False
         return "ring" if is_plain_ring else "zigzag"
+
     names = {
         "ring": "ring", "ring attention": "ring",
         "zigzag": "zigzag", "striped": "zigzag", "p2p": "zigzag", "balanced": "zigzag",

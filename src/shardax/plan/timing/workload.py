@@ -83,19 +83,19 @@ def band_of(
     """
     by_part = dataclasses.asdict(parts)
     seconds = sum(by_part.values())
-    most = figures["band.unknown"]
+
+    # The width is that of all steps of a kind; else it grows with the parts that are hard to know.
     if not is_known:
-        width = most
+        width = figures["band.unknown"]
     elif says_overlap:
         width = figures["band.said"]
     else:
-        shares = [by_part[name] / seconds if seconds else 0.0 for name in _UNSURE]
-        widths = [
-            figures[f"band.{name}"] * share for name, share in zip(_UNSURE, shares, strict=True)
-        ]
+        widths = [figures["band.known"]]
+        for name in _UNSURE if seconds else ():
+            widths.append(figures[f"band.{name}"] * (by_part[name] / seconds))
         if sparse:
             widths.append(figures["band.sparse"])
-        width = min(most, math.hypot(figures["band.known"], *widths))
+        width = min(figures["band.unknown"], math.hypot(*widths))
     return ExpectedTime(seconds, seconds / math.exp(width), seconds * math.exp(width), parts)
 
 
@@ -133,11 +133,13 @@ def expected_time(
     values = figures_of(chip, figures)
     if chip.kind == "cpu":
         return band_of(_cpu_parts(work, chip), values, sparse=sparse)
-    devices = math.prod(mesh.values())
-    kernels = functools.cache(lambda precision: Kernels(chip, values, precision))
+
+    # Arithmetic, by the kernels of each product's precision.
+    kernels = functools.cache(functools.partial(Kernels, chip, values))
     products = attention = 0.0
     for product in work.products:
-        kernel = kernels(_PRECISIONS.get(SHORT_NAMES.get(product.dtype, product.dtype), "bf16"))
+        dtype = SHORT_NAMES.get(product.dtype, product.dtype)
+        kernel = kernels(_PRECISIONS.get(dtype, "bf16"))
         if product.fused:
             width = product.depth if product.depth > 1 else _KERNEL_WIDTH
             attention += product.flops / kernel.attention_rate(width)
@@ -145,15 +147,21 @@ def expected_time(
             seconds = kernel.product(product.rows, product.columns, product.depth)
             products += product.runs * product.batch * seconds
     memory = kernels("bf16").streamed(work.memory_bytes)
-    seconds_by_role = _transfer_seconds(work.transfers, Links(chip, values, devices, slices))
     arithmetic = products + attention + memory
+
+    # Parameters and gradients travel beside arithmetic, at a price.
+    devices = math.prod(mesh.values())
+    seconds_by_role = _transfer_seconds(work.transfers, Links(chip, values, devices, slices))
     beside = seconds_by_role["parameters"] + seconds_by_role["gradients"]
     hidden = min(beside, arithmetic)
     exposed = beside - hidden + values[f"{_SOFTWARE}.contention"] * hidden
     share = exposed / beside if beside else 0.0
+
+    # Tensor shards wait for most of theirs, and a ring hides behind attention.
     ring = seconds_by_role["context"]
     tensor = seconds_by_role["tensor"] * (1 - values[f"{_SOFTWARE}.tensor_hidden"])
     tensor += max(_CONTEXT_EXPOSED * ring, ring - 0.1 * arithmetic)
+
     parts = {
         "products": products,
         "attention": attention,
@@ -182,6 +190,7 @@ def _cpu_parts(work: Workload, chip: Hardware) -> StepParts:
             rate = rates.get(transfer.kind, slowest)
             seconds = transfer.runs * (transfer.payload / rate + chip.link_latency)
             seconds_by_role[transfer.role] = seconds_by_role.get(transfer.role, 0.0) + seconds
+
     parts = dict.fromkeys([part.name for part in dataclasses.fields(StepParts)], 0.0)
     for product in work.products:
         parts["products"] += product.flops / chip.peak(product.dtype)
@@ -199,6 +208,7 @@ def _transfer_seconds(transfers: Sequence[Transfer], links: Links) -> dict[str, 
     for transfer in transfers:
         if transfer.size < 2:
             continue
+
         match transfer.kind:
             case "all-reduce":
                 seconds = links.reduce(transfer.payload, transfer.size, transfer.stride)
@@ -208,6 +218,7 @@ def _transfer_seconds(transfers: Sequence[Transfer], links: Links) -> dict[str, 
                 seconds = links.send(transfer.payload, transfer.stride)
             case _:
                 seconds = links.gather(transfer.payload, transfer.size, transfer.stride)
+
         seconds_by_role[transfer.role] += transfer.runs * seconds
     return seconds_by_role
 
