@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports of the new text, the line that ends a program, and comments of what went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+from shardax._migrate.program import (
+    Importing,
+    Program,
+    bound_name,
+    code_of,
+    imported_names,
+    library_of,
+    walk,
+)
+
+GUARD = "shardax migrate left "
+# Modules that the new text names, with what is imported.
+_MODULES = {"functools": "functools", "jax": "jax", "typing": "typing", "sx": "shardax"}
+
+
+class NewNames:
+    """The names by which the new text reaches modules."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.used: set[str] = set()
+        # First names of what is translated; and what the imports of the file became, by which a
+        # second walk finds them.
+        self.translated: set[cst.CSTNode] = set()
+        self.replaced: dict[cst.CSTNode, Importing] = {}
+        self._words = {name.value for name in program.all(cst.Name)}
+        self._aliases = {module: self._alias(module) for module in _MODULES}
+
+    def _alias(self, module: str) -> str:
+        """Returns a name that the file does not use, or that is the module in all of it."""
+        if module not in self._words:
+            return module
+        bindings = [each for each in self.program.assignments() if each.name == module]
+        nodes = [getattr(each, "node", None) for each in bindings]
+        # Flax, too, must be imported for the whole file: a name that one function binds is none
+        # for the others.
+        nodes += [node for node, _, name in self.program.imports() if library_of(name)]
+        scopes = [self.program.scopes[node] for node in nodes if isinstance(node, Importing)]
+        is_global = len(scopes) == len(nodes) and all(
+            isinstance(scope, metadata.GlobalScope) for scope in scopes
+        )
+        is_hidden = module in self.program.hidden
+        if (
+            bindings
+            and is_global
+            and not is_hidden
+            and all(_binds(node, module) for node in nodes[: len(bindings)])
+        ):
+            return module
+        whole = _MODULES[module]
+        candidates = [whole, f"_{whole}", *(f"_{whole}_{number}" for number in range(2, 99))]
+        return next(name for name in candidates if name not in self._words)
+
+    def code(self, target: str) -> str:
+        """Returns the code of a target, by the names that are free in this file."""
+        module, dot, rest = target.partition(".")
+        if not dot or module not in _MODULES:
+            return target
+        self.used.add(module)
+        return f"{self._aliases[module]}.{rest}"
+
+    def imports(self, line: int) -> list[cst.BaseSmallStatement]:
+        """Returns the imports of what the file does not import before a line."""
+        present: set[str] = set()
+        for statement in self.program.module.body:
+            if (
+                isinstance(statement, cst.SimpleStatementLine)
+                and self.program.line(statement) < line
+            ):
+                present |= {
+                    module for module in _MODULES for part in statement.body if _binds(part, module)
+                }
+
+        found: list[cst.BaseSmallStatement] = []
+        for module, whole in _MODULES.items():
+            alias = self._aliases[module]
+            if module in self.used and not (alias == module and module in present):
+                asname = None if alias == whole else cst.AsName(cst.Name(alias))
+                found.append(cst.Import([cst.ImportAlias(cst.Name(whole), asname)]))
+        return found
+
+
+def _binds(node: cst.CSTNode | None, name: str) -> bool:
+    """Whether an import binds the name of a module to that module."""
+    names = imported_names(node) if isinstance(node, cst.Import) else []
+    found = [(alias, whole) for alias, whole in names if bound_name(alias) == name]
+    wholes = {whole if alias.asname else whole.partition(".")[0] for alias, whole in found}
+    return wholes == {_MODULES[name]}
+
+
+class ImportRewriter(cst.CSTTransformer):
+    """Takes away the imports of what is translated, and puts those of the new names there."""
+
+    def __init__(self, names: NewNames) -> None:
+        super().__init__()
+        self.names = names
+        self._is_imported = False  # for all of the file
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
+        """Returns what a node becomes; a statement keeps the comments of what it lost."""
+        new: Any = super().on_leave(original_node, updated_node)
+        if original_node in self.names.replaced:
+            new = self._replaced(self.names.replaced[original_node], new)
+        elif isinstance(original_node, cst.SimpleStatementLine):
+            new = _on_lines_of_their_own(original_node, new)
+        return with_lost_comments(original_node, new)
+
+    def _replaced(self, old: Importing, new: Any) -> Any:
+        """Returns the imports that stand for one: the new ones, and what stays of it."""
+        program, is_translated = self.names.program, self.names.translated.__contains__
+        uses = [program.uses.get((old, bound_name(alias)), []) for alias, _ in imported_names(old)]
+        lines = [program.line(use) for each in uses for use in each if is_translated(use)]
+        if not lines:
+            return new
+        parts = [] if self._is_imported else self.names.imports(min(lines))
+        self._is_imported |= [*program.around(old)][1:] == [program.module]
+
+        pairs = zip(new.names, uses, strict=True)
+        stays = [alias for alias, each in pairs if not each or not all(map(is_translated, each))]
+        if stays:
+            stays[-1] = stays[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            parts.append(new.with_changes(names=stays))
+        return cst.FlattenSentinel(parts)
+
+
+def _on_lines_of_their_own(old: cst.SimpleStatementLine, new: cst.SimpleStatementLine) -> Any:
+    """Returns a line, of which what came in front stands on lines of its own."""
+    if not new.body:
+        is_bare = not any(isinstance(node, cst.Comment) for node in walk(old))
+        return cst.RemoveFromParent() if is_bare else new.with_changes(body=[cst.Pass()])
+    count = max(len(new.body) - len(old.body), 0)
+    lines = [cst.SimpleStatementLine([part]) for part in new.body[:count]]
+    lines.append(new.with_changes(body=new.body[count:], leading_lines=[]))
+    lines[0] = lines[0].with_changes(leading_lines=new.leading_lines)
+    return cst.FlattenSentinel(lines)
+
+
+def is_guard(statement: cst.CSTNode) -> bool:
+    """Whether a statement is the line that ends a program of which something is left."""
+    return code_of(statement).startswith(f'raise SystemExit("{GUARD}')
+
+
+def with_guard(module: cst.Module, text: str) -> cst.Module:
+    """Returns a module that ends at its first line with a text; without a text it goes on."""
+    body = [statement for statement in module.body if not is_guard(statement)]
+    if text:
+        heads = [position for position, part in enumerate(body) if not _is_head(part, position)]
+        position = heads[0] if heads else len(body)
+        body.insert(position, cst.parse_statement(f'raise SystemExit("{text}")\n'))
+    return module.with_changes(body=body)
+
+
+def _is_head(statement: cst.CSTNode, position: int) -> bool:
+    """Whether a statement must stand first: the docstring, or an import of ``__future__``."""
+    part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    if isinstance(part, cst.Expr):
+        return position == 0 and isinstance(part.value, cst.BaseString)
+    return isinstance(part, cst.ImportFrom) and code_of(part).startswith("from __future__")
+
+
+def with_lost_comments(old: cst.CSTNode, new: Any) -> Any:
+    """Returns a statement, or what stands for it, with the comments that went above it."""
+    if not isinstance(old, cst.BaseStatement) or isinstance(new, cst.RemovalSentinel):
+        return new
+    first, *others = [*new] if isinstance(new, cst.FlattenSentinel) else [new]
+    lost = Counter(_comments(old))
+    for statement in (first, *others):
+        lost.subtract(_comments(statement))
+    lines = [cst.EmptyLine(comment=cst.Comment(comment)) for comment in lost.elements()]
+    if not lines:
+        return new
+    first = first.with_changes(leading_lines=[*first.leading_lines, *lines])
+    return cst.FlattenSentinel([first, *others])
+
+
+def _comments(node: cst.CSTNode) -> list[str]:
+    return [part.value for part in walk(node) if isinstance(part, cst.Comment)]
