@@ -7,17 +7,8 @@ from collections import Counter
 from typing import Any
 
 import libcst as cst
-from libcst import metadata
 
-from shardax._migrate.program import (
-    Importing,
-    Program,
-    bound_name,
-    code_of,
-    imported_names,
-    library_of,
-    walk,
-)
+from shardax._migrate.program import Importing, Program, bound_name, code_of, imported_names, walk
 
 GUARD = "shardax migrate left "
 # Modules that the new text names, with what is imported.
@@ -25,76 +16,69 @@ _MODULES = {"functools": "functools", "jax": "jax", "typing": "typing", "sx": "s
 
 
 class NewNames:
-    """The names by which the new text reaches modules."""
+    """The names by which the new text reaches modules.
+
+    Attributes:
+        translated: First names of what is translated.
+        replaced: What the imports of the file became, by which a second walk finds them.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.used: set[str] = set()
-        # First names of what is translated; and what the imports of the file became, by which a
-        # second walk finds them.
         self.translated: set[cst.CSTNode] = set()
         self.replaced: dict[cst.CSTNode, Importing] = {}
-        self._words = {name.value for name in program.all(cst.Name)}
+        self._used: set[str] = set()
+        self._present = {module for module in _MODULES if self._is_present(module)}
         self._aliases = {module: self._alias(module) for module in _MODULES}
 
+    def _is_present(self, module: str) -> bool:
+        """Whether the file imports a module under its name, before all references, and only so."""
+        nodes = [
+            getattr(each, "node", None)
+            for each in self.program.assignments()
+            if each.name == module
+        ]
+        lines = [self.program.line(node) for node in self.program.references]
+        is_first = [
+            isinstance(node, cst.Import)
+            and _binds(node, module)
+            and [*self.program.around(node)][1:] == [self.program.module]
+            and self.program.line(node) < min(lines, default=0)
+            for node in nodes
+        ]
+        return bool(nodes) and all(is_first) and module not in self.program.hidden
+
     def _alias(self, module: str) -> str:
-        """Returns a name that the file does not use, or that is the module in all of it."""
-        if module not in self._words:
-            return module
-        bindings = [each for each in self.program.assignments() if each.name == module]
-        nodes = [getattr(each, "node", None) for each in bindings]
-        # Flax, too, must be imported for the whole file: a name that one function binds is none
-        # for the others.
-        nodes += [node for node, _, name in self.program.imports() if library_of(name)]
-        scopes = [self.program.scopes[node] for node in nodes if isinstance(node, Importing)]
-        is_global = len(scopes) == len(nodes) and all(
-            isinstance(scope, metadata.GlobalScope) for scope in scopes
-        )
-        is_hidden = module in self.program.hidden
-        if (
-            bindings
-            and is_global
-            and not is_hidden
-            and all(_binds(node, module) for node in nodes[: len(bindings)])
-        ):
+        """Returns the name of a module, or one that the file does not use."""
+        words = {name.value for name in self.program.all(cst.Name)}
+        if module in self._present or module not in words:
             return module
         whole = _MODULES[module]
         candidates = [whole, f"_{whole}", *(f"_{whole}_{number}" for number in range(2, 99))]
-        return next(name for name in candidates if name not in self._words)
+        return next(name for name in candidates if name not in words)
 
     def code(self, target: str) -> str:
         """Returns the code of a target, by the names that are free in this file."""
         module, dot, rest = target.partition(".")
         if not dot or module not in _MODULES:
             return target
-        self.used.add(module)
+        self._used.add(module)
         return f"{self._aliases[module]}.{rest}"
 
-    def imports(self, line: int) -> list[cst.BaseSmallStatement]:
-        """Returns the imports of what the file does not import before a line."""
-        present: set[str] = set()
-        for statement in self.program.module.body:
-            if (
-                isinstance(statement, cst.SimpleStatementLine)
-                and self.program.line(statement) < line
-            ):
-                present |= {
-                    module for module in _MODULES for part in statement.body if _binds(part, module)
-                }
-
+    def imports(self) -> list[cst.BaseSmallStatement]:
+        """Returns the imports of what the new text names and the file does not import."""
         found: list[cst.BaseSmallStatement] = []
         for module, whole in _MODULES.items():
             alias = self._aliases[module]
-            if module in self.used and not (alias == module and module in present):
+            if module in self._used - self._present:
                 asname = None if alias == whole else cst.AsName(cst.Name(alias))
                 found.append(cst.Import([cst.ImportAlias(cst.Name(whole), asname)]))
         return found
 
 
-def _binds(node: cst.CSTNode | None, name: str) -> bool:
+def _binds(node: cst.Import, name: str) -> bool:
     """Whether an import binds the name of a module to that module."""
-    names = imported_names(node) if isinstance(node, cst.Import) else []
-    found = [(alias, whole) for alias, whole in names if bound_name(alias) == name]
+    found = [pair for pair in imported_names(node) if bound_name(pair[0]) == name]
     wholes = {whole if alias.asname else whole.partition(".")[0] for alias, whole in found}
     return wholes == {_MODULES[name]}
 
@@ -118,12 +102,12 @@ class ImportRewriter(cst.CSTTransformer):
 
     def _replaced(self, old: Importing, new: Any) -> Any:
         """Returns the imports that stand for one: the new ones, and what stays of it."""
-        program, is_translated = self.names.program, self.names.translated.__contains__
+        is_translated = self.names.translated.__contains__
+        program = self.names.program
         uses = [program.uses.get((old, bound_name(alias)), []) for alias, _ in imported_names(old)]
-        lines = [program.line(use) for each in uses for use in each if is_translated(use)]
-        if not lines:
+        if not any(is_translated(use) for each in uses for use in each):
             return new
-        parts = [] if self._is_imported else self.names.imports(min(lines))
+        parts = [] if self._is_imported else self.names.imports()
         self._is_imported |= [*program.around(old)][1:] == [program.module]
 
         pairs = zip(new.names, uses, strict=True)

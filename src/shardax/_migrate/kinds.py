@@ -81,10 +81,15 @@ class Kinds:
 
     def targets(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """Returns all that sets a name, or an attribute of its name, as far as it is seen."""
+        found: list[cst.CSTNode] = []
         if isinstance(node, cst.Attribute):
             stores = self.program.stores
-            return stores.get(node.attr.value, []) + stores.get("", [])
-        return [getattr(binding, "node", node) for binding in self.program.bindings(node)]
+            found += [*stores.get(node.attr.value, []), *stores.get("", [])]
+        else:
+            found += [getattr(binding, "node", node) for binding in self.program.bindings(node)]
+        # An operator in place makes no other kind of a value.
+        parents = self.program.parents
+        return [each for each in found if not isinstance(parents.get(each), cst.AugAssign)]
 
     def _of_target(self, target: cst.CSTNode) -> Kind | None:
         """Returns the kind of what a target gets, or of a parameter."""

@@ -73,12 +73,14 @@ class Translator(cst.CSTTransformer):
         self.is_of_flax = is_of_flax
         self.notices: list[Notice] = []
         self.done: dict[str, list[int]] = {}  # lines by what was done
+
         # Where references are translated: at the call of a name, or of a partial of it.
         self._places: dict[cst.CSTNode, Reference] = {}
         self.libraries = translated_libraries(program)
         for reference in program.references.values():
             if reference.library in self.libraries:
                 self._places[self._place_of(reference.node)] = reference
+
         # Statements that stand for calls of methods; and `vmap` with the `split_rngs` over it.
         self._statements: dict[cst.CSTNode, str] = {}
         self._splits: dict[cst.CSTNode, cst.Call] = {}
@@ -86,6 +88,7 @@ class Translator(cst.CSTTransformer):
             self._find_splits(function)
 
     def _place_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Returns the call of a name, or of a partial of it, else the name."""
         parent, owner, *_ = [*self.program.around(node), None]
         if isinstance(parent, cst.Call) and parent.func is node:
             return parent
@@ -126,27 +129,22 @@ class Translator(cst.CSTTransformer):
         Raises:
             UntranslatableError: If it has no counterpart that is certain.
         """
-        if reference.doubt:
-            raise UntranslatableError(reference.doubt)
-        if not reference.name:
-            raise UntranslatableError("the library itself is used as a value", _UNKNOWN.write)
-        if old in self._splits.values():
+        if old in self._splits.values():  # its decorator goes
             self.names.translated.add(root_of(reference.node))
             return new
-        rule = LIBRARIES[reference.library].get(reference.name)
-        if rule is None:
-            raise UntranslatableError(*LEFT.get(reference.name, _UNKNOWN))
-
+        rule = _rule_of(reference)
         self._refuse_places(reference, rule, old)
+
         # A partial has the function before the arguments.
         is_call = isinstance(old, cst.Call)
         front = 0 if not is_call or reference.node is old.func else 1
         args = (old.args[front:], new.args[front:]) if is_call else ((), ())
+        code = self.names.code(rule.target)
         try:
             arguments = Arguments(reference.name, rule, *args, self.names.code)
             if front:
                 arguments.refuse_later()
-            target = arguments.form(rule.target, new) if rule.is_form else rule.target
+            name = cst.parse_expression(arguments.form(code, new) if rule.is_form else code)
         except UntranslatableError as error:
             raise UntranslatableError(str(error), rule.usage) from None
 
@@ -157,7 +155,6 @@ class Translator(cst.CSTTransformer):
             self._report("check", reference.node, reference.label, check)
         self._check_values(reference, rule, args[0])
 
-        name = cst.parse_expression(self.names.code(target))
         if rule.is_form:
             return name
         if front:
@@ -179,14 +176,16 @@ class Translator(cst.CSTTransformer):
             if rule.is_only_called or rule.is_form:
                 reason = "it is translated only where it is called: arguments differ"
                 raise UntranslatableError(reason, rule.usage)
+
         parent = self.program.parents[node]
         if rule.is_only_scoped and not isinstance(parent, cst.WithItem | cst.Decorator):
             raise UntranslatableError("streams are forked for a block, or a call, here", rule.usage)
+
         # Filters that choose arrays which no Variable of Flax holds.
-        names = {self.program.certain(part) for part in walk(node)}
-        is_of_arrays = not names.isdisjoint(("jax.Array", f"{NNX}.Variable"))
-        if reference.name in SETS["filtered"] and is_of_arrays:
-            raise UntranslatableError(NOTES["filter"], rule.usage)
+        if reference.name in SETS["filtered"]:
+            names = {self.program.certain(part) for part in walk(node)}
+            if not names.isdisjoint(("jax.Array", f"{NNX}.Variable")):
+                raise UntranslatableError(NOTES["filter"], rule.usage)
 
     def _refuse_tests(self, reference: Reference, rule: Rule) -> None:
         """Refuses tests of classes that have other subclasses here, and patterns of attributes.
@@ -214,13 +213,20 @@ class Translator(cst.CSTTransformer):
         """Tells of arguments that mean something else here, and of layers used as values."""
         name, node, label = reference.name, reference.node, reference.label
         first = args[0].value if args else None
-        is_made = name in SETS["variables"] or name == "data"
-        if is_made and first is not None and self._is_number(first):
-            note = "configuration" if name == "data" else "number"
-            self._report("check", node, label, NOTES[note])
-        function = self.program.only_binding(first) if isinstance(first, cst.Name) else first
-        if name == "jit" and function is not None and self._captures(function):
-            self._report("check", node, label, NOTES["capture"])
+        if first is not None and self._is_number(first):
+            if name in SETS["variables"]:
+                self._report("check", node, label, NOTES["number"])
+            if name == "data":
+                self._report("check", node, label, NOTES["configuration"])
+
+        if name == "jit":
+            around = self.program.around(node)
+            place = next(each for each in around if not isinstance(each, cst.Call | cst.Arg))
+            function = self.program.only_binding(first) if isinstance(first, cst.Name) else first
+            if isinstance(place, cst.Decorator):
+                function = self.program.parents[place]
+            if isinstance(function, cst.FunctionDef | cst.Lambda) and self._captures(function):
+                self._report("check", node, label, NOTES["capture"])
 
         parent, owner, *_ = [*self.program.around(node), None]
         is_value = not isinstance(parent, cst.Call | cst.Annotation | cst.Subscript | cst.Attribute)
@@ -236,9 +242,9 @@ class Translator(cst.CSTTransformer):
         is_constant = isinstance(node, cst.BaseNumber) or dotted(node) in ("True", "False")
         return is_constant or function.startswith("numpy.")
 
-    def _captures(self, function: cst.CSTNode) -> bool:
+    def _captures(self, function: cst.FunctionDef | cst.Lambda) -> bool:
         """Whether a function sees an object of Flax that is not an argument."""
-        for name in walk(function):
+        for name in walk(function.body):
             binding = self.program.only_binding(name)
             if binding is None or function in self.program.around(binding):
                 continue
@@ -263,6 +269,7 @@ class Translator(cst.CSTTransformer):
             words = {*map(keyword_of, old.args)} & SETS["unread"] - {"deterministic"}
             for word in sorted(words):
                 self._report("left", old, f"{method}({word}=)", "nothing here reads it")
+
         for family, missing in MISSING.items():
             if method in missing and (kind is None or kind.family == family):
                 self._left_of(kind, old, method, "it is not offered here", missing[method])
@@ -305,6 +312,7 @@ class Translator(cst.CSTTransformer):
         method, owner = function.attr.value, cst.ensure_type(old.func, cst.Attribute).value
         if kind is None:
             raise UntranslatableError(_UNSEEN)
+
         # Those with arguments return nothing here.
         is_statement = isinstance(self.program.parents[old], cst.Expr)
         is_plain = not any(keyword_of(arg) in rule.arguments for arg in old.args)
@@ -376,12 +384,25 @@ class Translator(cst.CSTTransformer):
         self._report("left" if is_left else "check", node, what, _UNSEEN, write)
 
     def _assign_target(self, old: cst.AssignTarget, new: cst.AssignTarget) -> cst.AssignTarget:
-        """Tells of arrays of NumPy that a Module holds."""
-        value = self.kinds.value_of(old.target)
-        if isinstance(old.target, cst.Attribute) and isinstance(value, cst.Call):
-            kind = self.kinds.of(old.target.value)
-            if kind is not None and kind.family == "module" and self._is_number(value):
-                self._report("check", old, dotted(old.target), NOTES["number"])
+        """Tells of what a Module holds here otherwise than there."""
+        value, target = self.kinds.value_of(old.target), old.target
+        kind = self.kinds.of(target.value) if isinstance(target, cst.Attribute) else None
+        if kind is None or kind.family != "module" or value is None:
+            return new
+
+        if self._is_number(value) and isinstance(value, cst.Call):
+            self._report("check", old, dotted(target), NOTES["number"])
+        if isinstance(value, cst.List | cst.Dict | cst.ListComp | cst.DictComp):
+            kinds = [self.kinds.of(part) for part in walk(value) if isinstance(part, cst.Call)]
+            if any(kind is not None and kind.family != "other" for kind in kinds):
+                self._report("check", old, dotted(target), NOTES["plain"])
+        return new
+
+    def _aug_assign(self, old: cst.AugAssign, new: cst.AugAssign) -> cst.AugAssign:
+        """Tells of operators in place."""
+        kind = self.kinds.of(old.target)
+        if kind is not None and kind.family == "variable":
+            self._report("check", old, dotted(old.target), NOTES["operator"])
         return new
 
     # --- what the text does not show --------------------------------------------------------------
@@ -505,6 +526,7 @@ class Translator(cst.CSTTransformer):
         cst.Expr: _expression_statement,
         cst.Attribute: _attribute,
         cst.AssignTarget: _assign_target,
+        cst.AugAssign: _aug_assign,
         cst.SimpleString: _text,
         cst.MatchKeywordElement: _pattern,
         cst.FormattedStringExpression: _printed_code,
@@ -522,6 +544,22 @@ def translated_libraries(program: Program) -> set[str]:
         if names and (library == NNX or names <= rules.keys()):
             chosen.add(library)
     return chosen
+
+
+def _rule_of(reference: Reference) -> Rule:
+    """Returns the rule of a name.
+
+    Raises:
+        UntranslatableError: If it is not certain, or has none.
+    """
+    if reference.doubt:
+        raise UntranslatableError(reference.doubt)
+    if not reference.name:
+        raise UntranslatableError("the library itself is used as a value", _UNKNOWN.write)
+    rule = LIBRARIES[reference.library].get(reference.name)
+    if rule is None:
+        raise UntranslatableError(*LEFT.get(reference.name, _UNKNOWN))
+    return rule
 
 
 def _is_named(name: str) -> bool:
