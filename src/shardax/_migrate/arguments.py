@@ -11,6 +11,9 @@ from shardax._migrate.program import code_of, keyword_of
 from shardax._migrate.rules import ANY, OBJECTS, OPTIONS, Rule
 
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+_SIMPLE = (
+    cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.BaseNumber | cst.BaseString
+) | (cst.List | cst.Dict | cst.Set | cst.BaseComp | cst.Ellipsis)
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 
@@ -143,8 +146,10 @@ class Arguments:
         parts = {name: value for name, value in values.items() if f"{{{name}}}" in code}
         codes: dict[str, str] = {}
         for name, value in parts.items():
-            is_split = f"{{{name}}}." in code or "\n" in code_of(value)
-            codes[name] = _in_parentheses(value) if is_split else code_of(value)
+            # An argument, or what is assigned, is no part of an operation.
+            is_whole = code.partition(f"{{{name}}}")[0].endswith(("(", ", ", "=", "= "))
+            is_open = isinstance(value, cst.NamedExpr | cst.GeneratorExp) or "\n" in code_of(value)
+            codes[name] = code_of(value) if is_whole and not is_open else _in_parentheses(value)
         rest = [arg for arg in self.new if arg.value not in parts.values()]
         others = [code_of(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in rest]
         try:
@@ -174,8 +179,8 @@ def separated(new: list[cst.Arg], old: Sequence[cst.Arg]) -> list[cst.Arg]:
 
 def _in_parentheses(node: cst.BaseExpression) -> str:
     """Returns the code of an expression that an operator or a dot can follow."""
-    is_simple = isinstance(node, cst.Name | cst.Attribute | cst.Call | cst.Subscript)
-    return code_of(node) if is_simple else f"({code_of(node)})"
+    is_simple = isinstance(node, _SIMPLE) and not isinstance(node, cst.GeneratorExp)
+    return code_of(node) if is_simple or node.lpar else f"({code_of(node)})"
 
 
 def _or(node: cst.BaseExpression, code: str) -> cst.BaseExpression:

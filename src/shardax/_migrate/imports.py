@@ -50,7 +50,14 @@ class NewNames:
 
     def _alias(self, module: str) -> str:
         """Returns the name of a module, or one that the file does not use."""
-        words = {name.value for name in self.program.all(cst.Name)}
+        words = {each.name for each in self.program.assignments()}
+        for name in self.program.all(cst.Name):
+            around = self.program.around(name)
+            place = next(each for each in around if not isinstance(each, cst.Attribute))
+            # Of what is imported, only the name that it gets counts.
+            if not isinstance(place, cst.ImportAlias | cst.ImportFrom):
+                words.add(name.value)
+
         if module in self._present or module not in words:
             return module
         whole = _MODULES[module]

@@ -95,6 +95,13 @@ SAME = [
     ),
     ("f = nnx.cached_partial(g, model)", "f = functools.partial(g, model)"),
     ("a, b = nnx.split_state(typing, x, ...)", "a, b = typing.split(x, ...)"),
+    ("y = nnx.data(a or b) * nnx.data([x])", "y = (a or b) * [x]"),
+    ("def f(v: nnx.Param): v.set_value(x := 3)", "def f(v: sx.Param): v.value = (x := 3)"),
+    (
+        "def f(v: nnx.Param): v.set_value(a if b else c)",
+        "def f(v: sx.Param): v.value = a if b else c",
+    ),
+    ("d = nnx.to_pure_dict(s := t)", "d = (s := t).to_pure_dict()"),
     ("nnx.update(model, values)", "sx.update(model, values)"),
     ("d = nnx.to_pure_dict(state)", "d = state.to_pure_dict()"),
     ("s = nnx.merge_state(a or b, c)", "s = (a or b).merge(c)"),
