@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import libcst as cst
 
 from shardax._migrate.program import code_of, keyword_of
-from shardax._migrate.rules import ANY, OBJECTS, OPTIONS, Rule
+from shardax._migrate.rules import ANY, OBJECTS, OPTIONS, NameRule
 
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _SIMPLE = (
@@ -47,7 +47,7 @@ class Arguments:
     def __init__(
         self,
         name: str,
-        rule: Rule,
+        rule: NameRule,
         old: Sequence[cst.Arg],
         updated: Sequence[cst.Arg],
         write: Callable[[str], str],

@@ -8,7 +8,14 @@ from typing import Any
 
 import libcst as cst
 
-from shardax._migrate.program import Importing, Program, bound_name, code_of, imported_names, walk
+from shardax._migrate.program import (
+    Importing,
+    SourceProgram,
+    bound_name,
+    code_of,
+    imported_names,
+    walk,
+)
 
 GUARD = "shardax migrate left "
 # Modules that the new text names, with what is imported.
@@ -23,7 +30,7 @@ class NewNames:
         replaced: What the imports of the file became, by which a second walk finds them.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: SourceProgram) -> None:
         self.program = program
         self.translated: set[cst.CSTNode] = set()
         self.replaced: dict[cst.CSTNode, Importing] = {}

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import libcst as cst
 
-from shardax._migrate.program import Program, dotted, keyword_of, root_of
+from shardax._migrate.program import SourceProgram, dotted, keyword_of, root_of
 from shardax._migrate.project import Project
 from shardax._migrate.rules import LAYER_ATTRIBUTES, NAMES, SETS
 
@@ -28,7 +28,7 @@ _LITERALS = (
 )
 
 
-class Kind(NamedTuple):
+class FlaxKind(NamedTuple):
     """What a value, or an instance of a class, is known to be."""
 
     family: Literal["module", "variable", "state", "optimizer", "other"]
@@ -42,20 +42,20 @@ class Kind(NamedTuple):
         return any(function.name.value == method for function in functions)
 
 
-OTHER = Kind("other")
+OTHER = FlaxKind("other")
 
 
 class Kinds:
     """The kinds of values of one program."""
 
-    def __init__(self, program: Program, project: Project) -> None:
+    def __init__(self, program: SourceProgram, project: Project) -> None:
         self.program = program
         self.project = project
         self._asked: set[cst.CSTNode] = set()
 
     # --- values -----------------------------------------------------------------------------------
 
-    def of(self, node: cst.CSTNode) -> Kind | None:
+    def of(self, node: cst.CSTNode) -> FlaxKind | None:
         """Returns the kind of a value, or None where it is not known."""
         # A value that is made of itself, as in `x = f(x)`, is not known.
         if node in self._asked:
@@ -66,7 +66,7 @@ class Kinds:
         finally:
             self._asked.discard(node)
 
-    def _of(self, node: cst.CSTNode) -> Kind | None:
+    def _of(self, node: cst.CSTNode) -> FlaxKind | None:
         if isinstance(node, _LITERALS):
             return OTHER
         if isinstance(node, cst.Call):
@@ -91,7 +91,7 @@ class Kinds:
         parents = self.program.parents
         return [each for each in found if not isinstance(parents.get(each), cst.AugAssign)]
 
-    def _of_target(self, target: cst.CSTNode) -> Kind | None:
+    def _of_target(self, target: cst.CSTNode) -> FlaxKind | None:
         """Returns the kind of what a target gets, or of a parameter."""
         parent = self.program.parents.get(target)
         if isinstance(parent, cst.AnnAssign):
@@ -123,7 +123,7 @@ class Kinds:
         found = [value.value for place, value in pairs if place is parent]
         return found[0] if is_paired else None
 
-    def _of_parameter(self, node: cst.Param) -> Kind | None:
+    def _of_parameter(self, node: cst.Param) -> FlaxKind | None:
         if node.annotation is not None:
             return self.of_class(node.annotation.annotation)
         parameters, function, _, owner, *_ = [*self.program.around(node), None, None, None]
@@ -134,19 +134,19 @@ class Kinds:
         is_self = is_first and not decorators & {"staticmethod", "classmethod"}
         return self.of_definition(owner) if is_self else None
 
-    def _made_by(self, call: cst.Call) -> Kind | None:
+    def _made_by(self, call: cst.Call) -> FlaxKind | None:
         name = self.program.of_nnx(call.func)
         if name == "clone" and call.args:
             return self.of(call.args[0].value)
         if name in ("state", "variables") and len(call.args) < 3:
-            return Kind("state", "State")
+            return FlaxKind("state", "State")
         # Of a function of the file, what it is annotated to return.
         defined = self.program.only_binding(call.func)
         if isinstance(defined, cst.FunctionDef) and defined.returns is not None:
             return self.of_class(defined.returns.annotation)
         return self.of_class(call.func)
 
-    def _of_attribute(self, node: cst.Attribute) -> Kind | None:
+    def _of_attribute(self, node: cst.Attribute) -> FlaxKind | None:
         owner, name = self.of(node.value), node.attr.value
         if owner is None:
             return None
@@ -160,7 +160,7 @@ class Kinds:
         targets = [target for target in self.targets(node) if self._may_set(target, family)]
         found = [*map(self._of_target, targets)]
         if name in LAYER_ATTRIBUTES.get(owner.name, {}) and name in SETS["parameters"]:
-            found.append(Kind("variable", "Param"))
+            found.append(FlaxKind("variable", "Param"))
         return _same(found)
 
     def _may_set(self, target: cst.CSTNode, family: list[cst.ClassDef]) -> bool:
@@ -190,7 +190,7 @@ class Kinds:
 
     # --- classes ----------------------------------------------------------------------------------
 
-    def of_class(self, node: cst.CSTNode) -> Kind | None:
+    def of_class(self, node: cst.CSTNode) -> FlaxKind | None:
         """Returns the kind of instances of a class, from an expression or annotation."""
         if isinstance(node, cst.Subscript):
             return self.of_class(node.value)
@@ -201,7 +201,7 @@ class Kinds:
             return self.of_definition(defined)
         return OTHER if self._is_other(node) else None
 
-    def of_definition(self, owner: cst.ClassDef) -> Kind | None:
+    def of_definition(self, owner: cst.ClassDef) -> FlaxKind | None:
         """Returns the kind of instances of a class of the file."""
         if owner in self._asked:
             return None
@@ -217,9 +217,9 @@ class Kinds:
         if of_flax:
             return of_flax[0]._replace(owner=owner)
         is_other = all(kind is not None and kind.family == "other" for kind in kinds)
-        return Kind("other", "", owner) if is_other else None
+        return FlaxKind("other", "", owner) if is_other else None
 
-    def _of_base(self, node: cst.BaseExpression) -> Kind | None:
+    def _of_base(self, node: cst.BaseExpression) -> FlaxKind | None:
         plain = node.value if isinstance(node, cst.Subscript) else node
         name = self.program.certain(plain) or dotted(plain)
         return OTHER if name.startswith(_ANYTHING) else self.of_class(node)
@@ -249,19 +249,19 @@ class Kinds:
         return not name.startswith(_ANYTHING) and (package in _OTHERS or is_class)
 
 
-def _same(kinds: Iterable[Kind | None]) -> Kind | None:
+def _same(kinds: Iterable[FlaxKind | None]) -> FlaxKind | None:
     """Returns the kind that all are."""
     found = set(kinds)
     return found.pop() if len(found) == 1 else None
 
 
-def _kind_of_flax(name: str) -> Kind | None:
+def _kind_of_flax(name: str) -> FlaxKind | None:
     """Returns the kind of instances of a class of Flax."""
     if name in SETS["variables"]:
-        return Kind("variable", name)
+        return FlaxKind("variable", name)
     if name == "State":
-        return Kind("state", name)
+        return FlaxKind("state", name)
     if name in ("Optimizer", "ModelAndOptimizer"):
-        return Kind("optimizer", name)
+        return FlaxKind("optimizer", name)
     is_layer = name[:1].isupper() and name in NAMES and NAMES[name].target.startswith("sx.nn.")
-    return Kind("module", name) if is_layer or name in SETS["modules"] else None
+    return FlaxKind("module", name) if is_layer or name in SETS["modules"] else None

@@ -31,7 +31,7 @@ class UnreadableError(Exception):
         self.line = line
 
 
-class Origin(NamedTuple):
+class ImportedName(NamedTuple):
     """What a name refers to, in full: ``flax.nnx.Linear``."""
 
     name: str
@@ -55,7 +55,7 @@ class Reference:
 
 
 @dataclass
-class Program:
+class SourceProgram:
     """A file, with what its names refer to."""
 
     module: cst.Module
@@ -130,7 +130,7 @@ class Program:
         bindings = self.bindings(name)
         return bool(bindings) and all(isinstance(b, metadata.BuiltinAssignment) for b in bindings)
 
-    def origin(self, node: cst.CSTNode) -> Origin | None:
+    def origin(self, node: cst.CSTNode) -> ImportedName | None:
         """Returns what a name with dots refers to, if any binding of it is an import."""
         root = root_of(node)
         rest = dotted(node).removeprefix(dotted(root))
@@ -146,7 +146,7 @@ class Program:
             lines = ", ".join(str(self._line_of_binding(binding)) for binding in bindings)
             doubt = f"{dotted(root)} is bound more than once (lines {lines})"
         # Of several origins, one of a library that is translated.
-        return Origin(max(names, key=lambda name: (library_of(name), name)), imports, doubt)
+        return ImportedName(max(names, key=lambda name: (library_of(name), name)), imports, doubt)
 
     def certain(self, node: cst.CSTNode) -> str:
         """Returns the full name of what a node certainly refers to, else an empty text."""
@@ -162,7 +162,7 @@ class Program:
         return name.removeprefix(f"{NNX}.") if name.startswith(f"{NNX}.") else ""
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> SourceProgram:
     """Returns a program with its references.
 
     Raises:
@@ -174,7 +174,7 @@ def parse(text: str) -> Program:
             raise UnreadableError(1, f"it nests {depth} levels deep, and {_DEEPEST} can be read")
         wrapper = metadata.MetadataWrapper(cst.parse_module(text))
         providers = metadata.ScopeProvider, metadata.ParentNodeProvider, metadata.PositionProvider
-        program = Program(wrapper.module, *(cast(Any, wrapper.resolve(p)) for p in providers))
+        program = SourceProgram(wrapper.module, *(cast(Any, wrapper.resolve(p)) for p in providers))
     except SyntaxError as error:
         raise UnreadableError(error.lineno or 1, f"this is no Python: {error.msg}") from None
     except cst.ParserSyntaxError as error:
@@ -207,7 +207,7 @@ def _depth(tree: ast.AST) -> int:
     return deepest
 
 
-def _find_hidden(program: Program) -> None:
+def _find_hidden(program: SourceProgram) -> None:
     """Finds names that are bound by patterns, deleted, or bound within comprehensions."""
     hidden: list[tuple[cst.CSTNode | None, str]] = []
     for pattern in program.all(cst.MatchAs, cst.MatchStar):
@@ -225,7 +225,7 @@ def _find_hidden(program: Program) -> None:
             program.hidden[node.value] = f"{node.value} is {how} (line {program.line(node)})"
 
 
-def _stores_in(program: Program) -> Iterator[tuple[str, cst.CSTNode]]:
+def _stores_in(program: SourceProgram) -> Iterator[tuple[str, cst.CSTNode]]:
     """Yields the names of attributes with what sets them; a computed name is empty."""
     for attribute in program.all(cst.Attribute):
         if is_set(attribute, program.parents):
@@ -238,7 +238,7 @@ def _stores_in(program: Program) -> Iterator[tuple[str, cst.CSTNode]]:
             yield text_of(call.args[1].value) if len(call.args) > 1 else "", call
 
 
-def _add_uses(program: Program, root: cst.Name) -> None:
+def _add_uses(program: SourceProgram, root: cst.Name) -> None:
     """Adds a name to the uses of its imports, and the reference that begins with it."""
     origin = program.origin(root)
     if origin is None:
@@ -264,7 +264,7 @@ def _add_uses(program: Program, root: cst.Name) -> None:
         program.references[reference.node] = reference
 
 
-def _add_quoted(program: Program, text: cst.CSTNode) -> None:
+def _add_quoted(program: SourceProgram, text: cst.CSTNode) -> None:
     """Adds an annotation in quotes to the uses of the imports that it names."""
     words = set(re.findall(r"[A-Za-z_]\w*", text_of(text)))
     for imported, name, whole in program.imports():
@@ -277,7 +277,7 @@ def _is_known(library: str, name: str) -> bool:
     return name in LIBRARIES[library] or (library == NNX and name in LEFT)
 
 
-def _doubt_of(program: Program, root: cst.Name, name: str) -> str:
+def _doubt_of(program: SourceProgram, root: cst.Name, name: str) -> str:
     """Returns why a name of a library may be something else."""
     for store in program.stores.get(name.rpartition(".")[2], ()):
         origin = program.origin(store) if isinstance(store, cst.Attribute) else None

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import libcst as cst
 
-from shardax._migrate.program import Program, UnreadableError, library_of, parse
+from shardax._migrate.program import SourceProgram, UnreadableError, library_of, parse
 from shardax._migrate.rules import NNX
 
 
@@ -22,7 +22,7 @@ class Project:
     """
 
     def __init__(self, files: Iterable[tuple[str, str]] = ()) -> None:
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, SourceProgram] = {}
         self.exports: dict[str, set[str]] = {}
         self.taken: set[str] = set()
         for label, text in files:
@@ -54,7 +54,7 @@ class Project:
         imports = [name for program in self.programs.values() for _, _, name in program.imports()]
         return any(library_of(name) == NNX for name in imports)
 
-    def is_set_by_others(self, names: set[str], attribute: str, program: Program) -> bool:
+    def is_set_by_others(self, names: set[str], attribute: str, program: SourceProgram) -> bool:
         """Whether another file sets an attribute, and some file takes one of some classes."""
         others = [other for other in self.programs.values() if other is not program]
         is_set = any(attribute in other.stores or "" in other.stores for other in others)

@@ -22,7 +22,7 @@ _FLAGS = {"*": "takes_all", "!": "is_only_called", "%": "is_only_scoped", "=": "
 
 
 @dataclass
-class Rule:
+class NameRule:
     """What becomes of a name."""
 
     target: str
@@ -82,9 +82,9 @@ def _note(text: str) -> str:
     return f"{_RULES['notes'][name[1:]]}{mark}{rest}" if text.startswith("@") else text
 
 
-def _rule(target: str, arguments: str = "*", check: str = "") -> Rule:
+def _rule(target: str, arguments: str = "*", check: str = "") -> NameRule:
     """Returns a rule from its arguments as the table writes them."""
-    rule = Rule(target, _note(check))
+    rule = NameRule(target, _note(check))
     for word in _words(arguments):
         if word in _FLAGS:
             setattr(rule, _FLAGS[word], True)
@@ -107,16 +107,16 @@ def _rule(target: str, arguments: str = "*", check: str = "") -> Rule:
     return rule
 
 
-def _rules(table: Mapping[str, list[str]]) -> dict[str, Rule]:
+def _rules(table: Mapping[str, list[str]]) -> dict[str, NameRule]:
     """Returns the rules of a table by name; a target that ends in a dot takes the name."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, NameRule] = {}
     for name, (target, *others) in _by_name(table).items():
         whole = f"{target}{name}" if target.endswith(".") else target
         rules[name] = _rule(whole, *others)
     return rules
 
 
-def _same() -> Iterator[tuple[str, Rule]]:
+def _same() -> Iterator[tuple[str, NameRule]]:
     """Yields the names that are the same here; those of initializers keep that word before them."""
     for prefix, names in _RULES["same"].items():
         front = "initializers." if prefix.endswith(".") else ""

@@ -14,7 +14,7 @@ import libcst as cst
 
 from shardax._migrate.imports import GUARD, ImportRewriter, is_guard, with_guard
 from shardax._migrate.program import (
-    Program,
+    SourceProgram,
     UnreadableError,
     dotted,
     library_of,
@@ -73,7 +73,9 @@ def translate(text: str, project: Project | None = None, label: str = "FILE") ->
     return Translation(new, tuple(sorted(notices)), tuple(sorted(done)))
 
 
-def _translated(program: Program, project: Project) -> tuple[cst.Module, set[Notice], set[Notice]]:
+def _translated(
+    program: SourceProgram, project: Project
+) -> tuple[cst.Module, set[Notice], set[Notice]]:
     """Returns the translated module, the notices, and what was done."""
     # A file of which something was left is one of Flax still.
     of_nnx = any(library_of(name) == NNX for _, _, name in program.imports())
@@ -94,7 +96,7 @@ def _translated(program: Program, project: Project) -> tuple[cst.Module, set[Not
     return module.visit(ImportRewriter(translator.names)), notices, done
 
 
-def _of_imports(program: Program, project: Project, libraries: set[str]) -> Iterator[Notice]:
+def _of_imports(program: SourceProgram, project: Project, libraries: set[str]) -> Iterator[Notice]:
     """Yields the notices of libraries that stay, of unused imports, and of other files' names."""
     for library in LIBRARIES.keys() - libraries:
         references = [each for each in program.references.values() if each.library == library]
@@ -122,7 +124,7 @@ def _of_imports(program: Program, project: Project, libraries: set[str]) -> Iter
             yield Notice(line, "left", dotted(attribute), _OTHER_FILE, "its own import")
 
 
-def _of_stars(program: Program, project: Project, is_of_flax: bool) -> Iterator[Notice]:
+def _of_stars(program: SourceProgram, project: Project, is_of_flax: bool) -> Iterator[Notice]:
     """Yields the notices of ``import *``, which can bind every name of the file."""
     for node in program.stars():
         module, line = module_of(node), program.line(node)

@@ -10,11 +10,11 @@ import libcst as cst
 
 from shardax._migrate.arguments import Arguments, UntranslatableError, separated
 from shardax._migrate.imports import NewNames, with_lost_comments
-from shardax._migrate.kinds import Kind, Kinds
+from shardax._migrate.kinds import FlaxKind, Kinds
 from shardax._migrate.program import (
     Importing,
-    Program,
     Reference,
+    SourceProgram,
     code_of,
     dotted,
     is_set,
@@ -36,7 +36,7 @@ from shardax._migrate.rules import (
     NOTES,
     SETS,
     Left,
-    Rule,
+    NameRule,
 )
 
 _UNKNOWN = Left("the name is in no table", "see docs/coming-from-flax.md")
@@ -64,7 +64,7 @@ class Notice(NamedTuple):
 class Translator(cst.CSTTransformer):
     """Translates what is certain, and keeps the notices about all else."""
 
-    def __init__(self, program: Program, project: Project, is_of_flax: bool) -> None:
+    def __init__(self, program: SourceProgram, project: Project, is_of_flax: bool) -> None:
         super().__init__()
         self.program = program
         self.project = project
@@ -165,7 +165,7 @@ class Translator(cst.CSTTransformer):
         whole = cst.Call(name, arguments.new) if rule.written else name
         return whole.with_changes(lpar=new.lpar, rpar=new.rpar)
 
-    def _refuse_places(self, reference: Reference, rule: Rule, node: cst.CSTNode) -> None:
+    def _refuse_places(self, reference: Reference, rule: NameRule, node: cst.CSTNode) -> None:
         """Refuses a name where it has another meaning here.
 
         Raises:
@@ -187,7 +187,7 @@ class Translator(cst.CSTTransformer):
             if not names.isdisjoint(("jax.Array", f"{NNX}.Variable")):
                 raise UntranslatableError(NOTES["filter"], rule.usage)
 
-    def _refuse_tests(self, reference: Reference, rule: Rule) -> None:
+    def _refuse_tests(self, reference: Reference, rule: NameRule) -> None:
         """Refuses tests of classes that have other subclasses here, and patterns of attributes.
 
         Raises:
@@ -209,7 +209,7 @@ class Translator(cst.CSTTransformer):
             what = f"in a test of classes, {NOTES['family']}"
             self._report("check", reference.node, reference.label, what)
 
-    def _check_values(self, reference: Reference, rule: Rule, args: Sequence[cst.Arg]) -> None:
+    def _check_values(self, reference: Reference, rule: NameRule, args: Sequence[cst.Arg]) -> None:
         """Tells of arguments that mean something else here, and of layers used as values."""
         name, node, label = reference.name, reference.node, reference.label
         first = args[0].value if args else None
@@ -282,7 +282,7 @@ class Translator(cst.CSTTransformer):
                     self._left_of(kind, old, method, str(error), rule.usage)
         return new
 
-    def _may_be(self, family: str, kind: Kind | None, rule: Rule, call: cst.Call) -> bool:
+    def _may_be(self, family: str, kind: FlaxKind | None, rule: NameRule, call: cst.Call) -> bool:
         """Whether a call may be one of a method of Flax, by its object, arguments and result."""
         given = [arg for arg in call.args if not arg.star and not arg.keyword]
         if kind is not None and kind.family != family:
@@ -301,7 +301,7 @@ class Translator(cst.CSTTransformer):
         return kind is not None and kind.family == "variable"
 
     def _method(
-        self, rule: Rule, kind: Kind | None, old: cst.Call, new: cst.Call
+        self, rule: NameRule, kind: FlaxKind | None, old: cst.Call, new: cst.Call
     ) -> cst.BaseExpression:
         """Returns what a call of a method becomes.
 
@@ -368,7 +368,7 @@ class Translator(cst.CSTTransformer):
         return new
 
     def _left_of(
-        self, kind: Kind | None, node: cst.CSTNode, what: str, reason: str, write: str
+        self, kind: FlaxKind | None, node: cst.CSTNode, what: str, reason: str, write: str
     ) -> None:
         """Leaves a method or attribute of an object of Flax, or of one that is not known."""
         if kind is not None:
@@ -536,7 +536,7 @@ class Translator(cst.CSTTransformer):
     }
 
 
-def translated_libraries(program: Program) -> set[str]:
+def translated_libraries(program: SourceProgram) -> set[str]:
     """Returns the libraries of a file to translate; of some, all names must be known."""
     chosen: set[str] = set()
     for library, rules in LIBRARIES.items():
@@ -546,7 +546,7 @@ def translated_libraries(program: Program) -> set[str]:
     return chosen
 
 
-def _rule_of(reference: Reference) -> Rule:
+def _rule_of(reference: Reference) -> NameRule:
     """Returns the rule of a name.
 
     Raises:

@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.core import meta
 
 import shardax as sx
-from shardax._migrate.rules import ANY, LAYER_ATTRIBUTES, LEFT, LIBRARIES, NAMES, SETS, Rule
+from shardax._migrate.rules import ANY, LAYER_ATTRIBUTES, LEFT, LIBRARIES, NAMES, SETS, NameRule
 
 CALLED = {name: entry for name, entry in NAMES.items() if not entry.is_form}
 CALLS = sorted(name for name, entry in CALLED.items() if not entry.takes_all)
@@ -25,7 +25,7 @@ def named(path: str, root: Any) -> Any:
     return functools.reduce(getattr, path.split("."), root)
 
 
-def target_of(entry: Rule) -> Any:
+def target_of(entry: NameRule) -> Any:
     module, _, path = entry.target.partition(".")
     roots = {"sx": sx, "jax": jax}
     return named(path, roots.get(module) or importlib.import_module(module))
