@@ -11,20 +11,16 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import libcst as cst
 from libcst import metadata
 
-from shardax._migrate.rules import FORMS, LEFT, LIBRARIES, NAMES, NNX
+from shardax._migrate.rules import LEFT, LIBRARIES, NNX
 
 # LibCST's parser and visitors call themselves for each level of an expression.
 _DEEPEST = 90
-_DEEP_NAME = re.compile(
-    r"(?:nn\.\w+|training\.optimizer|transforms\.\w+|\w+lib|graph|module|object|helpers)\.(\w+)"
-)
 Importing = cst.Import | cst.ImportFrom
-GUARD = "shardax migrate left "
 
 
 class UnreadableError(Exception):
@@ -35,8 +31,7 @@ class UnreadableError(Exception):
         self.line = line
 
 
-@dataclass(frozen=True)
-class ImportedName:
+class ImportedName(NamedTuple):
     """What a name refers to, in full: ``flax.nnx.Linear``."""
 
     name: str
@@ -46,14 +41,17 @@ class ImportedName:
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference to a name of another library."""
+    """A reference to a name of a library that is translated."""
 
-    node: cst.BaseExpression
+    node: cst.Name | cst.Attribute
     library: str
     name: str  # behind the library's: "Linear", "metrics.Accuracy"; "" for the library itself
-    origin: ImportedName
-    parent: cst.CSTNode
-    line: int
+    doubt: str
+
+    @property
+    def label(self) -> str:
+        """The name as reports write it: ``nnx.Linear``."""
+        return f"{self.library.rpartition('.')[2]}.{self.name}".rstrip(".")
 
 
 @dataclass
@@ -65,12 +63,16 @@ class SourceProgram:
     parents: Mapping[cst.CSTNode, cst.CSTNode]
     positions: Mapping[cst.CSTNode, metadata.CodeRange]
     nodes: dict[type, list[Any]] = field(default_factory=dict)  # by type, in the order of the file
-    # Names that are bound in ways that scopes do not show, with how; and names that are set on the
-    # library itself, as in ``nnx.relu = f``.
+    # Names that are bound in ways that scopes do not show, with how.
     hidden: dict[str, str] = field(default_factory=dict)
-    replaced: set[str] = field(default_factory=set)
-    references: list[Reference] = field(default_factory=list)
-    by_node: dict[cst.CSTNode, Reference] = field(default_factory=dict)
+    # What sets an attribute, on whatever object, by its name, empty for a computed one: a target,
+    # what a class defines, or a call of setattr.
+    stores: dict[str, list[cst.CSTNode]] = field(default_factory=dict)
+    references: dict[cst.CSTNode, Reference] = field(default_factory=dict)
+    # The names that use what an import binds, by the import and what it binds.
+    uses: dict[tuple[Importing, str], list[cst.CSTNode]] = field(default_factory=dict)
+    # Annotations in quotes that name what is imported of a library.
+    quoted: set[cst.CSTNode] = field(default_factory=set)
 
     def all(self, *types: type) -> list[Any]:
         """Returns all nodes of some types."""
@@ -80,84 +82,84 @@ class SourceProgram:
         """Returns the line on which a node begins."""
         return self.positions[node].start.line
 
-    def translated(self) -> set[str]:
-        """Returns the libraries to translate; of some, all names must be known."""
-        imported = [name for node in self.imports() for _, name in imported_names(node)]
-        chosen = {NNX} if any(library_of(name) == NNX for name in imported) else set[str]()
-        for library in LIBRARIES.keys() - {NNX}:
-            names = {r.name for r in self.references if r.library == library}
-            if names and names <= LIBRARIES[library].keys():
-                chosen.add(library)
-        return chosen | ({NNX} & {reference.library for reference in self.references})
+    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yields the nodes in which a node stands, the nearest first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
 
-    def imports(self) -> list[Importing]:
-        """Returns all imports."""
-        return self.all(cst.Import, cst.ImportFrom)
+    def imports(self) -> Iterator[tuple[Importing, str, str]]:
+        """Yields all imports with what each binds, and its full name."""
+        for node in self.all(cst.Import, cst.ImportFrom):
+            for alias, name in imported_names(node):
+                yield node, bound_name(alias), name
 
-    def bindings(self, name: str, at: cst.CSTNode) -> list[metadata.BaseAssignment]:
-        """Returns all bindings that a name can refer to, at a node."""
-        scope = self.scopes.get(at)
-        if scope is None:
+    def assignments(self) -> Iterator[metadata.BaseAssignment]:
+        """Yields what the file binds, in all scopes."""
+        for scope in {scope for scope in self.scopes.values() if scope is not None}:
+            for binding in scope.assignments:
+                if not isinstance(binding, metadata.BuiltinAssignment):
+                    yield binding
+
+    def stars(self) -> list[cst.ImportFrom]:
+        """Returns all ``import *``."""
+        return [node for node in self.all(cst.ImportFrom) if isinstance(node.names, cst.ImportStar)]
+
+    def bindings(self, name: cst.CSTNode) -> list[metadata.BaseAssignment]:
+        """Returns all bindings that a name can refer to."""
+        scope = self.scopes.get(name)
+        if scope is None or not isinstance(name, cst.Name):
             return []
+        found = {*scope[name.value]}
         # The body of a class reads a name of its own, or else that of the scope around it.
-        is_class = isinstance(scope, metadata.ClassScope)
-        found = {*scope[name], *(scope.parent[name] if is_class else ())}
+        if isinstance(scope, metadata.ClassScope):
+            found |= {*scope.parent[name.value]}
         return sorted(found, key=self._line_of_binding)
-
-    def only_binding(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Returns what alone binds a name: a definition, parameter, import or target."""
-        bindings = self.bindings(node.value, node) if isinstance(node, cst.Name) else []
-        return getattr(bindings[0], "node", None) if len(bindings) == 1 else None
-
-    def origin(self, text: str, at: cst.CSTNode) -> ImportedName | None:
-        """Returns what dotted code refers to, if any binding of it is an import."""
-        root, _, rest = text.partition(".")
-        bindings = self.bindings(root, at)
-        nodes = [getattr(binding, "node", None) for binding in bindings]
-        imports = tuple(node for node in nodes if isinstance(node, Importing))
-        names = {_imported_as(node, root) + (f".{rest}" if rest else "") for node in imports}
-        if not names:
-            return None
-        doubt = self.hidden.get(root, "")
-        if len(imports) < len(nodes) or len(names) > 1:
-            lines = ", ".join(str(self._line_of_binding(binding)) for binding in bindings)
-            doubt = f"{root} is bound more than once (lines {lines})"
-        # Of several origins, one of a library that is translated.
-        return ImportedName(
-            max(names, key=lambda name: (library_of(name) or "", name)), imports, doubt
-        )
 
     def _line_of_binding(self, binding: metadata.BaseAssignment) -> int:
         node = getattr(binding, "node", None)
         return self.line(node) if node is not None else 0
 
-    def origin_of(self, node: cst.CSTNode) -> ImportedName | None:
-        """Returns what a name with dots refers to."""
-        code = dotted(node)
-        return self.origin(code, root_of(node)) if code else None
+    def only_binding(self, name: cst.CSTNode) -> cst.CSTNode | None:
+        """Returns what alone binds a name: a definition, parameter, import or target."""
+        bindings = self.bindings(name)
+        return getattr(bindings[0], "node", None) if len(bindings) == 1 else None
 
-    def doubt(self, reference: Reference) -> str:
-        """Returns why a reference is not certain; empty where it is."""
-        if reference.name in self.replaced and isinstance(reference.node, cst.Attribute):
-            return f"{reference.name} is set in this file"
-        root = dotted(root_of(reference.node))
-        if root.startswith("__") and not root.endswith("__"):
-            return f"{root} has another name within a class"
-        return reference.origin.doubt
+    def is_builtin(self, name: cst.CSTNode) -> bool:
+        """Whether a name is one of Python's own, which the file does not bind."""
+        bindings = self.bindings(name)
+        return bool(bindings) and all(isinstance(b, metadata.BuiltinAssignment) for b in bindings)
+
+    def origin(self, node: cst.CSTNode) -> ImportedName | None:
+        """Returns what a name with dots refers to, if any binding of it is an import."""
+        root = root_of(node)
+        rest = dotted(node).removeprefix(dotted(root))
+        bindings = self.bindings(root)
+        nodes = [getattr(binding, "node", None) for binding in bindings]
+        imports = tuple(node for node in nodes if isinstance(node, Importing))
+        names = {_imported_as(node, dotted(root)) + rest for node in imports}
+        if not names or not dotted(node):
+            return None
+
+        doubt = self.hidden.get(dotted(root), "")
+        if len(imports) < len(nodes) or len(names) > 1:
+            lines = ", ".join(str(self._line_of_binding(binding)) for binding in bindings)
+            doubt = f"{dotted(root)} is bound more than once (lines {lines})"
+        # Of several origins, one of a library that is translated.
+        return ImportedName(max(names, key=lambda name: (library_of(name), name)), imports, doubt)
 
     def certain(self, node: cst.CSTNode) -> str:
-        """Returns the name of NNX that a node certainly is, else an empty text."""
-        reference = self.by_node.get(node)
-        if reference is None or reference.library != NNX or self.doubt(reference):
-            return ""
-        return reference.name
+        """Returns the full name of what a node certainly refers to, else an empty text."""
+        reference = self.references.get(node)
+        if reference is not None:
+            return "" if reference.doubt else f"{reference.library}.{reference.name}"
+        origin = self.origin(node)
+        return origin.name if origin is not None and not origin.doubt else ""
 
-    def bound(self, name: str) -> Iterator[metadata.BaseAssignment]:
-        """Yields every binding of a name, in all scopes."""
-        for scope in {scope for scope in self.scopes.values() if scope is not None}:
-            for binding in scope.assignments:
-                if binding.name == name and not isinstance(binding, metadata.BuiltinAssignment):
-                    yield binding
+    def of_nnx(self, node: cst.CSTNode) -> str:
+        """Returns the name of NNX that a node certainly is, else an empty text."""
+        name = self.certain(node)
+        return name.removeprefix(f"{NNX}.") if name.startswith(f"{NNX}.") else ""
 
 
 def parse(text: str) -> SourceProgram:
@@ -184,16 +186,15 @@ def parse(text: str) -> SourceProgram:
     for node in walk(wrapper.module):
         program.nodes.setdefault(type(node), []).append(node)
     _find_hidden(program)
-    for attribute in program.all(cst.Attribute):
-        _add_reference(program, attribute)
+    for name, node in _stores_in(program):
+        program.stores.setdefault(name, []).append(node)
     for name in program.all(cst.Name):
-        _add_reference(program, name)
+        if not _is_no_use(name, program.parents[name]):
+            _add_uses(program, name)
+    for annotation in program.all(cst.Annotation):
+        for node in walk(annotation):
+            _add_quoted(program, node)
     return program
-
-
-def is_guard(statement: cst.CSTNode) -> bool:
-    """Whether a statement is the line that ends a program of which something is left."""
-    return code_of(statement).startswith(f'raise SystemExit("{GUARD}')
 
 
 def _depth(tree: ast.AST) -> int:
@@ -206,6 +207,99 @@ def _depth(tree: ast.AST) -> int:
     return deepest
 
 
+def _find_hidden(program: SourceProgram) -> None:
+    """Finds names that are bound by patterns, deleted, or bound within comprehensions."""
+    hidden: list[tuple[cst.CSTNode | None, str]] = []
+    for pattern in program.all(cst.MatchAs, cst.MatchStar):
+        hidden.append((pattern.name, "bound by a pattern"))
+    for pattern in program.all(cst.MatchMapping):
+        hidden.append((pattern.rest, "bound by a pattern"))
+    for statement in program.all(cst.Del):
+        hidden += [(node, "deleted") for node in walk(statement)]
+    for walrus in program.all(cst.NamedExpr):
+        if isinstance(program.scopes.get(walrus.target), metadata.ComprehensionScope):
+            hidden.append((walrus.target, "bound within a comprehension"))
+
+    for node, how in hidden:
+        if isinstance(node, cst.Name):
+            program.hidden[node.value] = f"{node.value} is {how} (line {program.line(node)})"
+
+
+def _stores_in(program: SourceProgram) -> Iterator[tuple[str, cst.CSTNode]]:
+    """Yields the names of attributes with what sets them; a computed name is empty."""
+    for attribute in program.all(cst.Attribute):
+        if is_set(attribute, program.parents):
+            yield attribute.attr.value, attribute
+    for binding in program.assignments():
+        if isinstance(binding.scope, metadata.ClassScope):
+            yield binding.name, cast(metadata.Assignment, binding).node
+    for call in program.all(cst.Call):
+        if dotted(call.func).endswith("setattr"):
+            yield text_of(call.args[1].value) if len(call.args) > 1 else "", call
+
+
+def _add_uses(program: SourceProgram, root: cst.Name) -> None:
+    """Adds a name to the uses of its imports, and the reference that begins with it."""
+    origin = program.origin(root)
+    if origin is None:
+        return
+    for imported in origin.imports:
+        program.uses.setdefault((imported, root.value), []).append(root)
+
+    # The longest name that the tables have. What a translated class has, such as
+    # `Linear.__call__`, goes with the class.
+    reference: Reference | None = None
+    node: cst.CSTNode = root
+    name = origin.name
+    while isinstance(node, cst.Name | cst.Attribute):
+        library = library_of(name)
+        inner = name.removeprefix(library).lstrip(".")
+        if library and (reference is None or not reference.name or _is_known(library, inner)):
+            doubt = _doubt_of(program, root, name) or origin.doubt
+            reference = Reference(node, library, inner, doubt)
+        node = program.parents[node]
+        if isinstance(node, cst.Attribute):
+            name = f"{name}.{node.attr.value}"
+    if reference is not None:
+        program.references[reference.node] = reference
+
+
+def _add_quoted(program: SourceProgram, text: cst.CSTNode) -> None:
+    """Adds an annotation in quotes to the uses of the imports that it names."""
+    words = set(re.findall(r"[A-Za-z_]\w*", text_of(text)))
+    for imported, name, whole in program.imports():
+        if name in words and library_of(whole):
+            program.uses.setdefault((imported, name), []).append(text)
+            program.quoted.add(text)
+
+
+def _is_known(library: str, name: str) -> bool:
+    return name in LIBRARIES[library] or (library == NNX and name in LEFT)
+
+
+def _doubt_of(program: SourceProgram, root: cst.Name, name: str) -> str:
+    """Returns why a name of a library may be something else."""
+    for store in program.stores.get(name.rpartition(".")[2], ()):
+        origin = program.origin(store) if isinstance(store, cst.Attribute) else None
+        if origin is not None and origin.name == name:
+            return f"{name.rpartition('.')[2]} is set in this file"
+    if root.value.startswith("__") and not root.value.endswith("__"):
+        return f"{root.value} has another name within a class"
+    return ""
+
+
+def _is_no_use(node: cst.Name, parent: cst.CSTNode) -> bool:
+    """Whether a name is an attribute's, a keyword's, or one that is bound here."""
+    if isinstance(parent, cst.Attribute | cst.Arg):
+        return node is not parent.value
+    if isinstance(parent, cst.Param | cst.FunctionDef | cst.ClassDef):
+        return node is parent.name
+    return isinstance(parent, cst.AssignTarget | cst.NameItem | cst.AsName | cst.ImportAlias)
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
 def walk(tree: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yields the nodes of a tree in the order of the file."""
     stack = [tree]
@@ -215,101 +309,12 @@ def walk(tree: cst.CSTNode) -> Iterator[cst.CSTNode]:
         stack.extend(reversed(node.children))
 
 
-# --- names that scopes do not show ----------------------------------------------------------------
-
-
-def _find_hidden(program: SourceProgram) -> None:
-    """Finds names that are bound by patterns, deleted, or bound within comprehensions."""
-    for pattern in program.all(cst.MatchAs, cst.MatchStar, cst.MatchMapping):
-        _hide(program, getattr(pattern, "name", None), "bound by a pattern")
-        _hide(program, getattr(pattern, "rest", None), "bound by a pattern")
-    for statement in program.all(cst.Del):
-        targets = statement.target
-        elements = targets.elements if isinstance(targets, cst.Tuple | cst.List) else ()
-        for target in [element.value for element in elements] or [targets]:
-            _hide(program, target, "deleted")
-    for walrus in program.all(cst.NamedExpr):
-        if program.scopes.get(walrus.target).__class__ is metadata.ComprehensionScope:
-            _hide(program, walrus.target, "bound within a comprehension")
-
-
-def _hide(program: SourceProgram, node: cst.CSTNode | None, how: str) -> None:
-    if isinstance(node, cst.Name):
-        program.hidden[node.value] = f"{node.value} is {how} (line {program.line(node)})"
-
-
-# --- references -----------------------------------------------------------------------------------
-
-
-def _add_reference(program: SourceProgram, node: cst.Attribute | cst.Name) -> None:
-    parent = program.parents[node]
-    if isinstance(node, cst.Name) and (is_no_use(node, parent) or _is_within(program, node)):
-        return
-    origin = program.origin_of(node)
-    library = library_of(origin.name) if origin is not None else None
-    if origin is None or library is None or _is_within(program, node):
-        return
-
-    # What a translated class has, such as Linear.__call__, goes with the class.
-    inner = _shortened(origin.name.removeprefix(library).lstrip("."))
-    owners = {_shortened(inner.rpartition(".")[0]), inner.rpartition(".")[0]}
-    is_known = inner in LIBRARIES[library] or inner in FORMS or inner in LEFT
-    if not is_known and isinstance(node, cst.Attribute) and owners & LIBRARIES[library].keys():
-        return
-
-    reference = Reference(node, library, inner, origin, parent, program.line(node))
-    program.references.append(reference)
-    program.by_node[node] = reference
-    if isinstance(node, cst.Attribute) and isinstance(parent, WRITES) and is_target(node, parent):
-        program.replaced.add(inner)
-
-
-def is_no_use(node: cst.Name, parent: cst.CSTNode) -> bool:
-    """Whether a name is an attribute's, a keyword's, or one that is bound here."""
-    if isinstance(parent, cst.Attribute | cst.Arg):
-        return node is not parent.value
-    if isinstance(parent, cst.Param | cst.FunctionDef | cst.ClassDef):
-        return node is parent.name
-    return isinstance(parent, cst.AssignTarget | cst.NameItem | cst.AsName | cst.ImportAlias)
-
-
-def _is_within(program: SourceProgram, node: cst.CSTNode) -> bool:
-    """Whether a name is the front of a longer one that is a reference."""
-    parent = program.parents[node]
-    while isinstance(parent, cst.Attribute) and parent.value is node:
-        if parent in program.by_node:
-            return True
-        node, parent = parent, program.parents[parent]
-    return False
-
-
-def _shortened(name: str) -> str:
-    """Returns a name of a submodule as the library itself offers it."""
-    if name.startswith("nn.initializers."):
-        return name.removeprefix("nn.")
-    if name.startswith("training.metrics."):
-        return name.removeprefix("training.")
-    match = _DEEP_NAME.fullmatch(name)
-    return match[1] if match and (match[1] in NAMES or match[1] in LEFT) else name
-
-
-# --- nodes ----------------------------------------------------------------------------------------
-
-WRITES = cst.AssignTarget | cst.AugAssign | cst.AnnAssign | cst.Del
-
-
-def is_target(node: cst.CSTNode, statement: cst.CSTNode) -> bool:
-    """Whether a statement sets or deletes a node."""
-    return getattr(statement, "target", None) is node
-
-
 def is_set(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> bool:
-    """Whether a node is set, also as one of several, by a loop, or by a ``with``."""
+    """Whether a node is set or deleted, also as one of several, by a loop, or by a ``with``."""
     parent = parents[node]
     if isinstance(parent, cst.Element | cst.StarredElement):
         return is_set(parents[parent], parents)
-    is_target_of = isinstance(parent, WRITES | cst.For | cst.CompFor) and is_target(node, parent)
-    return is_target_of or isinstance(parent, cst.AsName)
+    return isinstance(parent, cst.AsName) or getattr(parent, "target", None) is node
 
 
 def dotted(node: cst.CSTNode) -> str:
@@ -319,11 +324,6 @@ def dotted(node: cst.CSTNode) -> str:
     if isinstance(node, cst.Attribute) and (front := dotted(node.value)):
         return f"{front}.{node.attr.value}"
     return ""
-
-
-def dotted_words(code: str) -> list[str]:
-    """Returns the names with dots that stand in code, the longest first."""
-    return sorted(set(re.findall(r"[A-Za-z_][\w.]*", code)), key=len, reverse=True)
 
 
 def root_of(node: cst.CSTNode) -> cst.CSTNode:
@@ -338,15 +338,30 @@ def code_of(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node).strip()
 
 
+def keyword_of(arg: cst.Arg) -> str:
+    """Returns the keyword of an argument, empty where it has none."""
+    return arg.keyword.value if arg.keyword is not None else ""
+
+
+def text_of(node: cst.CSTNode) -> str:
+    """Returns the text of a literal, else an empty one."""
+    return str(node.evaluated_value) if isinstance(node, cst.SimpleString) else ""
+
+
+# --- imports --------------------------------------------------------------------------------------
+
+
 def imported_names(node: Importing) -> list[tuple[cst.ImportAlias, str]]:
     """Returns the aliases of an import with the full names; relative ones begin with a dot."""
     if isinstance(node.names, cst.ImportStar):
         return []
-    front = ""
-    if isinstance(node, cst.ImportFrom):
-        module = dotted(node.module) if node.module is not None else ""
-        front = f"{'.' * len(node.relative)}{module}."
+    front = f"{module_of(node)}." if isinstance(node, cst.ImportFrom) else ""
     return [(alias, front + dotted(alias.name)) for alias in node.names]
+
+
+def module_of(node: cst.ImportFrom) -> str:
+    """Returns the module of which an import takes names."""
+    return "." * len(node.relative) + (dotted(node.module) if node.module is not None else "")
 
 
 def bound_name(alias: cst.ImportAlias) -> str:
@@ -354,13 +369,15 @@ def bound_name(alias: cst.ImportAlias) -> str:
     return dotted(alias.asname.name if alias.asname is not None else root_of(alias.name))
 
 
-def library_of(name: str) -> str | None:
-    """Returns the library of a full name."""
-    return next((lib for lib in LIBRARIES if name == lib or name.startswith(f"{lib}.")), None)
+def library_of(name: str) -> str:
+    """Returns the library of a full name, empty where it is of none."""
+    return next((lib for lib in LIBRARIES if name == lib or name.startswith(f"{lib}.")), "")
 
 
 def _imported_as(node: Importing, root: str) -> str:
     """Returns the full name of what an import binds to a name."""
-    found = [pair for pair in imported_names(node) if bound_name(pair[0]) == root]
-    is_root = isinstance(node, cst.Import) and all(alias.asname is None for alias, _ in found)
-    return root if is_root or not found else found[0][1]
+    for alias, name in imported_names(node):
+        if bound_name(alias) == root:
+            is_whole = isinstance(node, cst.ImportFrom) or alias.asname is not None
+            return name if is_whole else root
+    return root

@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from shardax._migrate.plan import Notice
 from shardax._migrate.program import UnreadableError
-from shardax._migrate.project import Project, survey
+from shardax._migrate.project import Project
 from shardax._migrate.translate import Translation, translate
+from shardax._migrate.translator import Notice
 from shardax.cli import program_files
 from shardax.cli.inputs import CommandError
 from shardax.cli.program_files import STDIN, ProgramFile
@@ -54,7 +54,7 @@ class Migrate:
         # All are read and translated before one is written.
         labels = list(program_files.find(self.files))
         files = [file for label in labels if (file := _read(label)) is not None]
-        project = survey((file.label, file.text) for file in files)
+        project = Project((_shown(file.label), file.text) for file in files)
         results = [(file, result) for file in files if (result := _translated(file, project))]
         for file, result in results:
             self._finish(file, result)

@@ -384,7 +384,7 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
             step(model, optimizer, x)
             print(model.kernel[...], other)
             """),
-        [10],
+        [8, 10],
     ),
     "Variables of one's own": (
         _program("""

@@ -21,7 +21,7 @@ OF_FLAX = {
     "fsdp_and_optimizer": 1,
     "gemma_helpers": 3,
     "gemma_transformer": 4,
-    "hijax_basic": 2,
+    "hijax_basic": 3,
     "hijax_demo": 3,
     "lifted_transforms": 0,
     "mnist": 0,

@@ -49,7 +49,7 @@ def test_remedies_all_run(names: dict[str, Any]) -> None:
         [
             *(left.write for left in LEFT.values()),
             *(name.check for name in NAMES.values()),
-            *(notice.write for notice in translate(cache).notes),
+            *(f"{notice.reason} {notice.write}" for notice in translate(cache).notes),
         ]
     )
     run_advice(texts, "sx.RngStream(key, name)", names)

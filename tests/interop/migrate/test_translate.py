@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.interop.migrate.translation import (
     GUARD,
     NAMES,
+    Project,
     Translation,
     UnreadableError,
-    survey,
     translate,
 )
 
@@ -94,6 +94,14 @@ SAME = [
         "@sx.vmap(axis_size=5)\ndef make(rngs): ...",
     ),
     ("f = nnx.cached_partial(g, model)", "f = functools.partial(g, model)"),
+    ("a, b = nnx.split_state(typing, x, ...)", "a, b = typing.split(x, ...)"),
+    ("y = nnx.data(a or b) * nnx.data([x])", "y = (a or b) * [x]"),
+    ("def f(v: nnx.Param): v.set_value(x := 3)", "def f(v: sx.Param): v.value = (x := 3)"),
+    (
+        "def f(v: nnx.Param): v.set_value(a if b else c)",
+        "def f(v: sx.Param): v.value = a if b else c",
+    ),
+    ("d = nnx.to_pure_dict(s := t)", "d = (s := t).to_pure_dict()"),
     ("nnx.update(model, values)", "sx.update(model, values)"),
     ("d = nnx.to_pure_dict(state)", "d = state.to_pure_dict()"),
     ("s = nnx.merge_state(a or b, c)", "s = (a or b).merge(c)"),
@@ -101,7 +109,7 @@ SAME = [
     # Methods of what is known: annotated, made in the file, self, an attribute of these.
     (
         "class N(nnx.Module):\n    def f(self): self.sow(nnx.Intermediate, 'h', x)",
-        "class N(sx.Module):\n    def f(self): self.sow('h', x)",
+        "class N(sx.Module):\n    def f(self): self.sow('h', x, type=sx.Intermediate)",
     ),
     (
         "class N(nnx.Module):\n    def f(self): self.sow(nnx.Cache, 'h', x)",
@@ -123,12 +131,10 @@ SAME = [
         ),
     ),
     (
-        "def step(v): v.set_value(x)\nstep(nnx.Param(x))",
-        "def step(v): v.value = x\nstep(sx.Param(x))",
+        "def step(v: nnx.Param): v.set_value(\n    x\n    + 1)",
+        "def step(v: sx.Param): v.value = (x\n    + 1)",
     ),
     ("n = nnx.LayerNorm(4)\nm = n.num_features", "n = sx.nn.LayerNorm(4)\nm = n.features"),
-    # Names of submodules.
-    ("a = nnx.training.metrics.Average('x')", "a = sx.train.metrics.Average('x')"),
     # Of strides, what is false means steps of one.
     ("y = nnx.max_pool(x, (2, 2), strides=s)", "y = sx.nn.max_pool(x, (2, 2), strides=s or 1)"),
     (
@@ -202,16 +208,8 @@ def test_program_keeps_its_comments_and_formatting() -> None:
 CHECKED = [
     ("p = nnx.Param(x, sharding=('a', None))", "p = sx.Param(x, axes=('a', None))", "axes= names"),
     (
-        "l = nnx.Linear(4, 8, kernel_metadata={'sharding': ('a', 'b')}, rngs=r)",
-        "l = sx.nn.Linear(4, 8, kernel_axes=('a', 'b'), rngs=r)",
-        "axes= names",
-    ),
-    (
-        "a = nnx.MultiHeadAttention(2, 8, qkv_features=16, decode=False, rngs=r)",
-        (
-            "a = sx.nn.MultiHeadAttention(num_heads=2, features=8, rngs=r, "
-            "head_dim=16 // 2, use_bias=True)"
-        ),
+        "a = nnx.MultiHeadAttention(2, 8, qkv_features=8, decode=False, rngs=r)",
+        "a = sx.nn.MultiHeadAttention(num_heads=2, features=8, rngs=r, use_bias=True)",
         "parameters are named q, k, v",
     ),
     ("g, s = nnx.split(m, nnx.Param, ...)", "g, s = sx.split(m, sx.Param, ...)", "holds arrays"),
@@ -230,7 +228,7 @@ CHECKED = [
     (
         "class L(nnx.Linear):\n    pass",
         "class L(sx.nn.Linear):\n    pass",
-        "super().__init__ takes",
+        "its calls are sx.nn.Linear(in_features",
     ),
     ("p = nnx.Perturbation(x)", "p = sx.Perturbation(x)", "it is no Intermediate here"),
     ("class A(nnx.Module, pytree=False): ...", "class A(sx.Module): ...", "is a pytree here"),
@@ -248,11 +246,15 @@ CHECKED = [
     ("d = nnx.Dict(a=x)", "d = sx.Dict(a=x)", "entries are d[name]"),
     ("n = nnx.data(0)", "n = 0", "a Python number is configuration"),
     ("m = nnx.merge(g, s, copy=True)", "m = sx.merge(g, s)", "Variables of its own"),
-    ("norms = {'n': nnx.LayerNorm}", "norms = {'n': sx.nn.LayerNorm}", "take features= for num_"),
+    (
+        "norms = {'n': nnx.LayerNorm}",
+        "norms = {'n': sx.nn.LayerNorm}",
+        "calls are sx.nn.LayerNorm(features,",
+    ),
     (
         "f = functools.partial(nnx.max_pool, strides=None)",
         "f = functools.partial(sx.nn.max_pool, strides=1)",
-        "take window= for window_shape=",
+        "its calls are sx.nn.max_pool(x, window",
     ),
     ("g = jax.grad(f)(nnx.Rngs(0))", "g = jax.grad(f)(sx.Rngs(0))", "in the order of creation"),
     (
@@ -261,8 +263,6 @@ CHECKED = [
         "in the order of creation",
     ),
     ("k = {'l': nnx.Linear}", "k = {'l': sx.nn.Linear}", "in a test of classes"),
-    ("s = nnx.pop(m, nnx.Variable)", "s = sx.pop(m, sx.Variable)", "is a Variable to filters"),
-    ("s = nnx.pop(m, jax.Array)", "s = sx.pop(m, jax.Array)", "is a Variable to filters"),
     ("s = nnx.pop(m, nnx.Param)", "s = sx.pop(m, sx.Param)", "tuple that sow made"),
     (
         "print(f'{nnx.relu(x)=} {x=} {nnx.relu(x)}')",
@@ -276,12 +276,27 @@ CHECKED = [
         "at each call here",
     ),
     (
+        "@nnx.jit\ndef f(x): return m()\nm = nnx.Rngs(0)",
+        "@sx.jit\ndef f(x): return m()\nm = sx.Rngs(0)",
+        "at each call here",
+    ),
+    (
+        "class N(nnx.Module):\n    def __init__(self, r): self.a = [nnx.Linear(3, 4, rngs=r)]",
+        "class N(sx.Module):\n    def __init__(self, r): self.a = [sx.nn.Linear(3, 4, rngs=r)]",
+        "refuses a plain list",
+    ),
+    ("def f(v: nnx.Param): v += 1", "def f(v: sx.Param): v += 1", "operators in place"),
+    (
         "import numpy; m = nnx.Rngs(0); m.a = numpy.ones(2)",
         "import numpy; m = sx.Rngs(0); m.a = numpy.ones(2)",
         "holds a float32",
     ),
     ("v = nnx.Variable(True)", "v = sx.Variable(True)", "holds a float32"),
-    ("make(norm=nnx.LayerNorm)", "make(norm=sx.nn.LayerNorm)", "take features= for num_features="),
+    (
+        "make(norm=nnx.LayerNorm)",
+        "make(norm=sx.nn.LayerNorm)",
+        "its calls are sx.nn.LayerNorm(features,",
+    ),
 ]
 
 
@@ -289,7 +304,7 @@ CHECKED = [
 def test_difference_is_told_with_its_line(theirs: str, ours: str, reason: str) -> None:
     result = translate(f"{BEFORE}{theirs}\n")
     assert result.text == f"{AFTER if 'sx' in ours else ONLY_JAX}{ours}\n"
-    assert {(note.line, note.kind) for note in result.notes} == {(5, "check")}
+    assert {(note.line, note.kind) for note in result.notes} <= {(5, "check"), (6, "check")}
     assert [reason in note.reason for note in result.notes].count(True) == 1
 
 
@@ -297,12 +312,12 @@ LEFT_CODE = [
     ("c = nnx.GRUCell(3, 4, rngs=r)", "no bias on the recurrent product"),
     ("b = nnx.some_new_name", "in no table"),
     ("f = nnx.max_pool", "only where it is called"),
-    ("s = nnx.split_state(s, ...)", "takes other arguments"),
+    ("s = nnx.split_state(s, ...)", "called with other arguments"),
     ("y = nnx.max_pool(*args)", "called with *arguments"),
     ("n = nnx.LayerNorm(4, reduction_axes=(1, 2), rngs=r)", "reduction_axes=(1, 2)"),
     ("l = nnx.Linear(3, 4, dot_general=f, rngs=r)", "dot_general= has no counterpart"),
-    ("p = nnx.Param(x, on_get_value=f)", "no hooks"),
-    ("l = nnx.LinearGeneral((2, 3), 4, axis=(0, 1), rngs=r)", "the last dimensions"),
+    ("p = nnx.Param(x, on_get_value=f)", "on_get_value=f has no counterpart"),
+    ("l = nnx.LinearGeneral((2, 3), 4, axis=(0, 1), rngs=r)", "axis=(0, 1) has no counterpart"),
     ("f = nnx.jit(g, device=d)", "device=d has no counterpart"),
     ("f = nnx.grad(g, graph=False)", "graph=False has no counterpart"),
     ("o = nnx.Optimizer(m, tx)\nu = o.update(m, grads)", "returns nothing"),
@@ -322,8 +337,11 @@ LEFT_CODE = [
     ("f = getattr(nnx, 'relu')", "used as a value"),
     ("old = hasattr(nnx, 'some_new_name')", "used as a value"),
     ("@nnx.split_rngs(splits=5)\n@nnx.vmap(in_axes=(0, None))\ndef f(m, x): ...", "in_axes"),
-    ("a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)", "differs from in_features="),
-    ("b = nnx.Bidirectional(f, g, rngs=r)", "it has reverse=True here"),
+    (
+        "a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)",
+        "in_kv_features=4 has no counterpart",
+    ),
+    ("b = nnx.Bidirectional(f, g, rngs=r)", "has reverse=True here"),
     ("backups = nnx.fork_rngs(m)", "for a block, or a call"),
     ("w = nnx.WeightNorm(l, rngs=r)", "a call overwrites the kernel there"),
     ("v = nnx.with_vars(m, hijax=True)", "hijax=True has no counterpart"),
@@ -356,6 +374,18 @@ LEFT_CODE = [
     ("o = nnx.Optimizer(m, tx)\no.update(n, g)", "which this may not be"),
     ("m = 1\no = nnx.Optimizer(m, tx)\nm = 2\no.update(m, g)", "which this may not be"),
     ("m.a = m.b = 1\no = nnx.Optimizer(m.a, tx)\nm.a = 2\no.update(m.a, g)", "may not be"),
+    ("s = nnx.pop(m, nnx.Variable)", "is a Variable to filters"),
+    ("s = nnx.pop(m, jax.Array)", "is a Variable to filters"),
+    ("a = nnx.MultiHeadAttention(2, 8, qkv_features=16, rngs=r)", "qkv_features=16 has no"),
+    ("l = nnx.Linear(4, 8, kernel_metadata={'sharding': ('a', 'b')})", "kernel_metadata= has no"),
+    ("a = nnx.training.metrics.Average('x')", "in no table"),
+    ("def step(v): v.set_value(x)\nstep(nnx.Param(x))", "cannot be seen here"),
+    ("l = nnx.Linear(3, 4)\nl.kernel = f()\ny = l.kernel.get_value()", "cannot be seen here"),
+    ("o = nnx.Optimizer(m, tx)\no.update(model=m, grads=g)", "returns nothing"),
+    (
+        "@nnx.split_rngs(splits=5)\n@nnx.vmap(graph=False)\ndef make(rngs): ...",
+        "streams are split by their entry",
+    ),
     ("d = nnx.Dropout(0.5, rng_collection='noise', rngs=r)", "rng_collection='noise'"),
 ]
 
@@ -404,10 +434,6 @@ IMPORTS = [
     ("import flax.nnx as nnx\nm = nnx.State", "import shardax as sx\nm = sx.State"),
     ("import flax\nm = flax.nnx.State", "import shardax as sx\nm = sx.State"),
     ("from flax.nnx import State as M\nm = M", "import shardax as sx\nm = sx.State"),
-    (
-        "from flax.nnx.nn.linear import Linear\nm = Linear(3, 4)",
-        "import shardax as sx\nm = sx.nn.Linear(3, 4)",
-    ),
     (
         "from flax import nnx, struct\nm = nnx.State, struct",
         "import shardax as sx\nfrom flax import struct\nm = sx.State, struct",
@@ -462,13 +488,6 @@ def test_file_with_star_import_is_left(module: str) -> None:
     ]
 
 
-def test_function_that_another_file_takes_is_given_anything() -> None:
-    program = "from flax import nnx\ndef read(v): return v.get_value()\nread(nnx.Param(1))\n"
-    others = ["from a import read\n", "import a\na.read(1)\n", "from a import *\n", ""]
-    projects = [survey([("a.py", program), ("b.py", other)]) for other in others]
-    assert [translate(program, project).left for project in projects] == [1, 1, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("derived", "left"),
     [
@@ -493,7 +512,7 @@ def test_attribute_that_a_class_of_another_file_sets_is_not_known(derived: str, 
         "    def __call__(self): return self.count.get_value()\n"
     )
     files = {"a.py": program, "b.py": derived}
-    result = translate(program, survey(files.items()), "a.py")
+    result = translate(program, Project(files.items()), "a.py")
     assert (result.left, "self.count.value" in result.text) == (left, not left)
 
 
@@ -502,7 +521,7 @@ def test_function_of_a_file_without_flax_may_be_given_layers() -> None:
     main = f"{BEFORE}from helper import widen\nwiden(nnx.Conv(1, 1, (3,), rngs=r))\n"
     notes = [
         [(note.line, note.kind, note.what) for note in translate(helper, project).notes]
-        for project in (survey([("helper.py", helper), ("a.py", text)]) for text in (main, BEFORE))
+        for project in (Project([("helper.py", helper), ("a.py", text)]) for text in (main, BEFORE))
     ]
     assert notes == [[(1, "left", "kernel_dilation")], [(1, "check", "kernel_dilation")]]
 
@@ -513,7 +532,7 @@ def test_names_of_flax_by_way_of_another_file_are_left() -> None:
         "again.py": "from layers import Linear as Dense\n",
         "model.py": "import layers\nfrom again import Dense\nx = layers.Linear\n",
     }
-    project = survey(files.items())
+    project = Project(files.items())
     notes = {label: translate(text, project).notes for label, text in files.items()}
     assert {label: [(n.line, n.what) for n in found] for label, found in notes.items()} == {
         "layers.py": [(1, "Linear")],
@@ -530,7 +549,7 @@ def test_file_without_the_import_is_told_of_methods() -> None:
         "updates, state = tx.update(grads, state)\n"
         "module.sow(kind, 'h', 1)\n"
     )
-    result = translate(program, survey([("a.py", program), ("b.py", BEFORE)]))
+    result = translate(program, Project([("a.py", program), ("b.py", BEFORE)]))
     assert result.text == program
     assert [(note.line, note.kind, note.what) for note in result.notes] == [
         (2, "check", "get_value"),
