@@ -392,11 +392,18 @@ class Translator(cst.CSTTransformer):
 
         if self._is_number(value) and isinstance(value, cst.Call):
             self._report("check", old, dotted(target), NOTES["number"])
-        if isinstance(value, cst.List | cst.Dict | cst.ListComp | cst.DictComp):
-            kinds = [self.kinds.of(part) for part in walk(value) if isinstance(part, cst.Call)]
-            if any(kind is not None and kind.family != "other" for kind in kinds):
-                self._report("check", old, dotted(target), NOTES["plain"])
+        is_plain = isinstance(value, cst.List | cst.Dict | cst.ListComp | cst.DictComp)
+        if is_plain and any(map(self._is_state, walk(value))):
+            self._report("check", old, dotted(target), NOTES["plain"])
         return new
+
+    def _is_state(self, node: cst.CSTNode) -> bool:
+        """Whether a value is made by a call that returns an object of Flax or an array of JAX."""
+        if not isinstance(node, cst.Call):
+            return False
+        kind = self.kinds.of(node)
+        is_of_flax = kind is not None and kind.family != "other"
+        return is_of_flax or self.program.certain(node.func).startswith("jax.")
 
     def _aug_assign(self, old: cst.AugAssign, new: cst.AugAssign) -> cst.AugAssign:
         """Tells of operators in place."""
