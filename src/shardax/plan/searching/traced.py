@@ -61,7 +61,7 @@ def traced_workload(
     if sharded is None:
         sharded = sharded_products(layout, dimensions, batch_names)
     width = _width(dimensions.dtype)
-    pipeline = _Pipeline.of(layout, dimensions)
+    pipeline = _StagesOfLayout.of(layout, dimensions)
     products: list[MatrixProduct] = []
     transfers = list(pipeline.transfers(layout, dimensions, width))
 
@@ -318,7 +318,7 @@ class ShardedProduct:
 
 
 @dataclass(frozen=True)
-class _Pipeline:
+class _StagesOfLayout:
     """The stages of a layout; one, if it is no pipeline."""
 
     names: frozenset[str] = frozenset()  # of the dimensions that its stages split
@@ -329,7 +329,7 @@ class _Pipeline:
     bubble: float = 0.0
 
     @classmethod
-    def of(cls, layout: Layout, dimensions: DimensionModel) -> _Pipeline:
+    def of(cls, layout: Layout, dimensions: DimensionModel) -> _StagesOfLayout:
         """Returns the pipeline of a layout."""
         settings = dict(layout.parallel)
         stages = layout.sizes.get("stage", 1)

@@ -26,7 +26,7 @@ class Item(Protocol):
     aval: Any  # with shape and dtype, if it is an array
 
 
-class Equation(Protocol):
+class JaxprEqn(Protocol):
     """An equation of a jaxpr."""
 
     primitive: Any
@@ -41,17 +41,17 @@ class Jaxpr(Protocol):
 
     invars: list[Item]
     constvars: list[Item]
-    eqns: list[Equation]
+    eqns: list[JaxprEqn]
     outvars: list[Item]
 
 
 # --- Rules of primitives: the dimensions of results ---
 
 
-Rule = Callable[[DimensionClasses, Equation, Sequence[Dims]], list[Dims]]
+Rule = Callable[[DimensionClasses, JaxprEqn, Sequence[Dims]], list[Dims]]
 
 
-def _unrelated(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _unrelated(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     return [classes.new(_shape(out)) for out in eqn.outvars]
 
 
@@ -59,7 +59,7 @@ def _shape(item: Item) -> tuple[int, ...]:
     return getattr(item.aval, "shape", ())
 
 
-def _elementwise(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _elementwise(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     results = _unrelated(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
         if len(operand) == len(out):
@@ -67,22 +67,22 @@ def _elementwise(classes: DimensionClasses, eqn: Equation, operands: Sequence[Di
     return results
 
 
-def _one_to_one(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _one_to_one(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     return list(operands[: len(eqn.outvars)])
 
 
-def _transpose(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _transpose(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     return [tuple(operands[0][axis] for axis in eqn.params["permutation"])]
 
 
-def _broadcast(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _broadcast(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     (out,) = _unrelated(classes, eqn, operands)
     kept_axes = eqn.params["broadcast_dimensions"]
     classes.join_same_sizes(operands[0], [out[axis] for axis in kept_axes])
     return [out]
 
 
-def _reduce(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _reduce(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     """Reductions over axes, and squeezed dimensions."""
     reduced = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
     remaining = [_without(dims, reduced) for dims in operands]
@@ -93,7 +93,7 @@ def _without(dims: Dims, axes: set[int]) -> Dims:
     return tuple(dim for axis, dim in enumerate(dims) if axis not in axes)
 
 
-def _reshape(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _reshape(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     (out,) = _unrelated(classes, eqn, operands)
     if eqn.params.get("dimensions") is not None:  # it transposes too
         return [out]
@@ -113,7 +113,7 @@ def _reshape(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims])
     return [out]
 
 
-def _resized(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _resized(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     """Slices, pads, concatenations: dimensions stay the same, sizes change."""
     results = _unrelated(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
@@ -123,7 +123,7 @@ def _resized(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims])
     return results
 
 
-def _gather(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _gather(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     """Rows of an operand by indices (last dimension: one index)."""
     numbers = eqn.params["dimension_numbers"]
     (out,) = _unrelated(classes, eqn, operands)
@@ -133,7 +133,7 @@ def _gather(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) 
     return [out]
 
 
-def _scatter(classes: DimensionClasses, eqn: Equation, operands: Sequence[Dims]) -> list[Dims]:
+def _scatter(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     """The reverse of a gather: updates of rows, by indices."""
     numbers = eqn.params["dimension_numbers"]
     batching = zip(
@@ -293,7 +293,7 @@ class JaxprWalk:
         return values[id(item)] if id(item) in values else self.new_array(item)
 
     def _equation(
-        self, eqn: Equation, operands: list[TracedArray], needed_results: list[bool]
+        self, eqn: JaxprEqn, operands: list[TracedArray], needed_results: list[bool]
     ) -> list[TracedArray]:
         name = eqn.primitive.name
         match name:
@@ -326,7 +326,7 @@ class JaxprWalk:
         results = [result._replace(dims=dims) for dims in out_dims]
         return self._with_rows(name, operands, results)
 
-    def _read_mark(self, eqn: Equation, dims: Dims) -> None:
+    def _read_mark(self, eqn: JaxprEqn, dims: Dims) -> None:
         """Names dimensions, if the equation is a mark of names."""
         names = AxisNameMarks.read(eqn.params["name"])
         if names is None:
@@ -363,7 +363,7 @@ class JaxprWalk:
 
     def _add_product(
         self,
-        eqn: Equation,
+        eqn: JaxprEqn,
         operands: list[TracedArray],
         flops: float,
         dims: Sequence[tuple[str, int]],
@@ -421,14 +421,14 @@ class JaxprWalk:
             *(("sum", left[axis]) for axis in sum_left),
         ]
 
-    def _dot(self, eqn: Equation, operands: list[TracedArray]) -> TracedArray:
+    def _dot(self, eqn: JaxprEqn, operands: list[TracedArray]) -> TracedArray:
         numbers = eqn.params["dimension_numbers"]
         dims = self._contraction(numbers, operands[0].dims, operands[1].dims)
         flops = 2.0 * self.classes.elements(dim for _, dim in dims)
         out_dims = tuple(dim for role, dim in dims if role != "sum")
         return self._add_product(eqn, operands, flops, dims, out_dims)
 
-    def _ragged_dot(self, eqn: Equation, operands: list[TracedArray]) -> TracedArray:
+    def _ragged_dot(self, eqn: JaxprEqn, operands: list[TracedArray]) -> TracedArray:
         """A product of rows with the matrices of their groups."""
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         left, right, sizes = (operand.dims for operand in operands[:3])
@@ -471,7 +471,7 @@ class JaxprWalk:
             is_routed=ragged_role == "rows",
         )
 
-    def _convolution(self, eqn: Equation, operands: list[TracedArray]) -> TracedArray:
+    def _convolution(self, eqn: JaxprEqn, operands: list[TracedArray]) -> TracedArray:
         classes, numbers = self.classes, eqn.params["dimension_numbers"]
         left, right = operands[0].dims, operands[1].dims
         (out,) = _unrelated(classes, eqn, (left, right))
@@ -496,7 +496,7 @@ class JaxprWalk:
     # --- Programs inside of equations ---
 
     def _scan(
-        self, eqn: Equation, operands: list[TracedArray], needed_results: list[bool]
+        self, eqn: JaxprEqn, operands: list[TracedArray], needed_results: list[bool]
     ) -> list[TracedArray]:
         # Versions of JAX name the numbers of constants and of carried values differently; what the
         # loop takes and gives one element at a time has a dimension more than in its body.
@@ -546,7 +546,7 @@ class JaxprWalk:
             final.append(stacked)
         return final
 
-    def _while(self, eqn: Equation, operands: list[TracedArray]) -> list[TracedArray]:
+    def _while(self, eqn: JaxprEqn, operands: list[TracedArray]) -> list[TracedArray]:
         first = eqn.params["cond_nconsts"]
         constants = operands[first : first + eqn.params["body_nconsts"]]
         starts = operands[first + len(constants) :]
@@ -558,7 +558,7 @@ class JaxprWalk:
         return results
 
     def _cond(
-        self, eqn: Equation, operands: list[TracedArray], needed_results: list[bool]
+        self, eqn: JaxprEqn, operands: list[TracedArray], needed_results: list[bool]
     ) -> list[TracedArray]:
         results, *others = (
             self.program(open_jaxpr(branch), operands[1:], needed_results)
@@ -574,7 +574,7 @@ class JaxprWalk:
             self.classes.join_same_sizes(left_array.dims, right_array.dims)
 
     def _call(
-        self, eqn: Equation, operands: list[TracedArray], needed_results: list[bool]
+        self, eqn: JaxprEqn, operands: list[TracedArray], needed_results: list[bool]
     ) -> list[TracedArray]:
         """A jaxpr inside of an equation, or an unknown operation."""
         unrelated = _unrelated(self.classes, eqn, [value.dims for value in operands])
@@ -599,7 +599,7 @@ class JaxprWalk:
         return results
 
 
-def _may_multiply(eqn: Equation) -> bool:
+def _may_multiply(eqn: JaxprEqn) -> bool:
     """Whether an unknown operation could hold products."""
     arrays = [item.aval for item in eqn.invars if hasattr(item.aval, "dtype")]
     ranks = [
