@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 
@@ -454,7 +454,7 @@ def _platform_of(settings: Mapping[str, object]) -> object:
     return settings.get("platform", "cpu" if _is_count(settings.get("devices")) else "gpu")
 
 
-def _is_count(devices: object) -> TypeGuard[int]:
+def _is_count(devices: Any) -> bool:
     return type(devices) is int and devices >= 1
 
 

@@ -135,7 +135,8 @@ def _zero_rules(
     searched = [name for name in space.searched if name in stored]
     not_looped = [name for name in stored if name not in dimensions.looped]
     ways = layout.ways(free)
-    target = free if len(free) > 1 else free[0]
+    first, *others = free
+    target = free if others else first
     return tuple(
         (name, target)
         for name in dict.fromkeys((*searched, *not_looped))

@@ -84,8 +84,8 @@ def _broadcast(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims
 
 def _reduce(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
     """Reductions over axes, and squeezed dimensions."""
-    reduced = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
-    remaining = [_without(dims, reduced) for dims in operands]
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
+    remaining = [_without(dims, set(axes)) for dims in operands]
     return remaining[: len(eqn.outvars)]
 
 
