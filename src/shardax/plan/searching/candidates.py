@@ -71,6 +71,7 @@ def find_candidates(
     With ``keeps_near``, of two equivalents the one counts whose shards are on near devices, as
     between nodes it is faster.
     """
+    # Of equivalents the first counts, and so of those that differ in storage alone.
     assignments = _LayoutAssignments(dimensions, space, inputs, keeps_near=keeps_near)
     by_equivalence: dict[Hashable, AssignedLayout] = {}
     tried = 0
@@ -86,6 +87,7 @@ def find_candidates(
         by_storage.values(), key=lambda each: (space.meshes.index(each.layout.mesh), each.order)
     )
 
+    # What repeats work or does not fit is kept for the plan's notes.
     layouts, repeating = _without_repeated_work([each.layout for each in distinct], dimensions)
     fitting: dict[Layout, Mapping[str, int]] = {}
     too_large: list[LayoutReport] = []
