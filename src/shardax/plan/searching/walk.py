@@ -48,7 +48,7 @@ class Jaxpr(Protocol):
 # --- Rules of primitives: the dimensions of results ---
 
 
-Rule = Callable[[DimensionClasses, JaxprEqn, Sequence[Dims]], list[Dims]]
+DimensionRule = Callable[[DimensionClasses, JaxprEqn, Sequence[Dims]], list[Dims]]
 
 
 def _unrelated(classes: DimensionClasses, eqn: JaxprEqn, operands: Sequence[Dims]) -> list[Dims]:
@@ -189,7 +189,7 @@ scatter_max
 """)
 
 # By the name of the primitive.
-_RULES: dict[str, Rule] = {
+_DIMENSION_RULES: dict[str, DimensionRule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     **dict.fromkeys(_PAIRWISE, _one_to_one),
@@ -309,11 +309,13 @@ class JaxprWalk:
                 return self._while(eqn, operands)
             case "cond":
                 return self._cond(eqn, operands, needed_results)
-            case _ if name not in _RULES:
+            case _ if name not in _DIMENSION_RULES:
                 return self._call(eqn, operands, needed_results)
 
         if name == "name":
             self._read_mark(eqn, operands[0].dims)
+
+        # What only converts a product, or adds to it, is still summed over devices as that product.
         keeps_product = name in _KEEPS_ARGUMENT or name in _ADDITIONS
         product = max((operand.product for operand in operands), default=-1)
         result = TracedArray(
@@ -322,7 +324,7 @@ class JaxprWalk:
             changes=_changes(operands),
             product=product if keeps_product else -1,
         )
-        out_dims = _RULES[name](self.classes, eqn, [value.dims for value in operands])
+        out_dims = _DIMENSION_RULES[name](self.classes, eqn, [value.dims for value in operands])
         results = [result._replace(dims=dims) for dims in out_dims]
         return self._with_rows(name, operands, results)
 
