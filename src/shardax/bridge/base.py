@@ -41,7 +41,7 @@ class BridgeError(ShardaxError, ValueError):
 
 
 def library(name: str, caller: str) -> Any:
-    """Imports a peer, or raises with the command to install it."""
+    """Returns the module of a peer, or raises with the command to install it."""
     with needs_package(f"sx.bridge.{caller}", _INSTALL[name.split(".")[0]]):
         return importlib.import_module(name)
 
@@ -176,12 +176,14 @@ def same(old: Any, new: Any) -> bool:
     """Whether two values are the same arrays."""
     if old is new:
         return True
-    olds, news = jax.tree.flatten(old), jax.tree.flatten(new)
-    return olds[1] == news[1] and all(a is b for a, b in zip(olds[0], news[0], strict=True))
+    old_leaves, old_treedef = jax.tree.flatten(old)
+    new_leaves, new_treedef = jax.tree.flatten(new)
+    pairs = zip(old_leaves, new_leaves, strict=False)
+    return old_treedef == new_treedef and all(leaf is other for leaf, other in pairs)
 
 
 def sown_on(old: Any, sown: Any) -> Any:
-    """Earlier and newly sown values, together."""
+    """Returns earlier and newly sown values, together."""
     are_tuples = isinstance(old, tuple) and isinstance(sown, tuple)
     return (*old, *sown) if are_tuples else sown
 
@@ -208,7 +210,7 @@ def write_back(
 
 
 def axis_names(names: Any, value: Any) -> tuple[Any, ...] | None:
-    """Axis names of an array from a peer's names or spec."""
+    """Returns the axis names of an array from a peer's names or spec."""
     names = getattr(names, "spec", names)
     if not names or not hasattr(value, "ndim"):
         return None
@@ -216,6 +218,7 @@ def axis_names(names: Any, value: Any) -> tuple[Any, ...] | None:
 
 
 def described(value: Any) -> str:
-    """Text of a given value, for errors."""
-    name = f"{value.__module__}.{value.__name__}" if isinstance(value, type) else None
-    return f"the class {name}: make an instance" if name else f"a {type(value).__name__}"
+    """Returns the text of a given value, for errors."""
+    if isinstance(value, type):
+        return f"the class {value.__module__}.{value.__name__}: make an instance"
+    return f"a {type(value).__name__}"

@@ -21,7 +21,7 @@ from shardax.bridge.base import (
     put,
     write_back,
 )
-from shardax.extend import Path, check_rngs, path_of_keys
+from shardax.extend import Path, PyTree, check_rngs, path_of_keys
 
 
 class _Structure(PeerStructure):
@@ -31,17 +31,16 @@ class _Structure(PeerStructure):
 
     def __reduce__(self) -> Any:
         # Equinox reads its own pickled definitions wrongly.
-        treedef, paths, leaves, state = self.value
-        trees = [
-            None if d is None else jax.tree.unflatten(d, range(d.num_leaves))
-            for d in (treedef, state)
-        ]
-        return _read, (trees[0], paths, leaves, trees[1])
+        treedef, paths, leaves, state_treedef = self.value
+        return _read, (_numbered(treedef), paths, leaves, _numbered(state_treedef))
 
 
-def _read(module: object, paths: object, leaves: object, state: object) -> _Structure:
-    state_definition = None if state is None else jax.tree.structure(state)
-    return _Structure((jax.tree.structure(module), paths, leaves, state_definition))
+def _numbered(treedef: Any) -> PyTree:
+    return jax.tree.unflatten(treedef, range(treedef.num_leaves))
+
+
+def _read(module: PyTree, paths: object, leaves: object, state: PyTree) -> _Structure:
+    return _Structure((jax.tree.structure(module), paths, leaves, jax.tree.structure(state)))
 
 
 class _FromEquinox(Bridged):
@@ -72,19 +71,18 @@ class _FromEquinox(Bridged):
             kwargs["key"] = self.rngs["dropout"]()
         if not len(self.state) or "state" not in takes:
             return function(*args, **kwargs)
+
         eqx = library("equinox", "from_equinox")
         old = {path: variable.value for path, variable in leaves_of(self.state)}
         state = jax.tree.unflatten(self.peer.value[3], old.values())
         returned = function(*args, state=state, **kwargs)
-        if not (
-            isinstance(returned, tuple)
-            and len(returned) == 2
-            and isinstance(returned[1], eqx.nn.State)
-        ):
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not is_pair or not isinstance(returned[1], eqx.nn.State):
             raise BridgeError(
                 f"{method} of an Equinox module with state returns (result, state), but this one "
                 f"returned {returned!r}."
             )
+
         new = dict(zip(old, jax.tree.leaves(returned[1]), strict=True))
         write_back(self.state, old, new, lambda path: BatchStat(new[path]))
         return returned[0]
@@ -154,11 +152,13 @@ def from_equinox(module: object, state: Any = None, *, rngs: object = None) -> B
                 f"This {type(module).__name__} has state, which make_with_state took out of it. "
                 f"Pass on what it returned: sx.bridge.from_equinox(module, state)."
             ) from error
+
     structure, arrays = _taken_apart(module)
     leaves: dict[Path, Variable] = {
         path: (Param if eqx.is_inexact_array(leaf) else Variable)(leaf)
         for path, leaf in arrays.items()
     }
+
     values, names = state.tree_flatten()
     stats: dict[Path, Variable] = {
         (name, *path_of_keys(key_path)): BatchStat(leaf)

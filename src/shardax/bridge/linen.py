@@ -42,6 +42,7 @@ class _FromLinen(Bridged):
         old = {path: leaf.value for path, leaf in leaves if not isinstance(leaf, Intermediate)}
         fixed = linen.DenyList(["params", "intermediates"])
         keys = _keys(self.rngs, lambda name: name not in ("default", "params"))
+
         run = functools.partial(
             self.peer.value.apply, nested(old), *args, mutable=fixed, method=method, **kwargs
         )
@@ -49,9 +50,11 @@ class _FromLinen(Bridged):
             result, written = run(rngs=keys)
         except library("flax.errors", "from_linen").InvalidRngError:
             # Only where the call draws: what needs no keys leaves the default stream alone.
-            if not (default := _keys(self.rngs, lambda name: name == "default")):
+            default = _keys(self.rngs, lambda name: name == "default")
+            if not default:
                 raise
             result, written = run(rngs={**keys, "params": default["default"]})
+
         boxed = dict(leaves_of(written))
         new = {path: linen.unbox(leaf) for path, leaf in boxed.items()}
         write_back(self.variables, old, {**old, **new}, lambda path: _of_linen(path, boxed[path]))
@@ -112,6 +115,7 @@ def from_linen(module: Any, *example: PyTree, rngs: Any = None, **named: PyTree)
         raise BridgeError(
             f"from_linen takes a flax.linen.Module, but was given {described(module)}."
         )
+
     rngs = check_rngs(rngs)
     if module.scope is None:
         keys = _keys(rngs, lambda name: True)
@@ -121,5 +125,6 @@ def from_linen(module: Any, *example: PyTree, rngs: Any = None, **named: PyTree)
         variables = module.init(keys, *example, **named)
     else:
         module, variables = module.unbind()
+
     converted = {path: _of_linen(path, leaf) for path, leaf in leaves_of(variables)}
     return _FromLinen(module, converted, rngs)

@@ -73,7 +73,8 @@ class _FromNNX(Bridged):
         return result
 
     def _keep(self, peer: object) -> None:
-        if (structure := PeerStructure(peer)) != self.peer:
+        structure = PeerStructure(peer)
+        if structure != self.peer:
             self.peer = structure
 
     def _switch(self, **modes: bool) -> None:

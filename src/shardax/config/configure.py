@@ -19,7 +19,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -174,19 +174,23 @@ def configure(
 def _late_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Returns settings other than those of JAX's running backend."""
     late = {name: settings[name] for name in ("platform", "devices") if name in settings}
-    running, count = jax.default_backend(), jax.local_device_count()
-    platform, devices, options = _platform_of(settings), settings.get("devices"), jax.config.values
-    if platform == running or (platform in GPUS and running == "gpu"):
-        late.pop("platform", None)
-        numbers = ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
-        if devices == count or numbers in [options[VISIBLE.format(gpu)] for gpu in GPUS]:
-            late.pop("devices", None)
+    running = jax.default_backend()
+    platform, devices = _platform_of(settings), settings.get("devices")
+    if platform != running and not (platform in GPUS and running == "gpu"):
+        return late
+
+    late.pop("platform", None)
+    visible = [jax.config.values[VISIBLE.format(gpu)] for gpu in GPUS]
+    numbers = ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
+    if devices == jax.local_device_count() or numbers in visible:
+        late.pop("devices", None)
     return late
 
 
 def _check_not_late(settings: Mapping[str, object]) -> None:
     """Raises for settings after the start of JAX's backend."""
-    if late := _late_settings(settings):
+    late = _late_settings(settings)
+    if late:
         running, count = jax.default_backend(), jax.local_device_count()
         texts = ", ".join(f"{name}={value!r}" for name, value in late.items())
         raise ConfigureError(
@@ -201,6 +205,7 @@ def _check_not_late(settings: Mapping[str, object]) -> None:
 def _apply(changes: Changes) -> None:
     if changes.folder is not None:
         changes.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     old_options = {name: jax.config.values[name] for name in changes.options}
     try:
         for name, value in changes.options.items():
@@ -210,6 +215,7 @@ def _apply(changes: Changes) -> None:
             if jax.config.values[name] != value:
                 jax.config.update(name, value)
         raise
+
     if changes.options.get(CACHE_DIR) != old_options.get(CACHE_DIR):
         from jax.experimental.compilation_cache import compilation_cache
 
@@ -221,10 +227,14 @@ def _apply(changes: Changes) -> None:
 def _settings_now(seed: object, runs: bool) -> dict[str, Any]:
     options = jax.config.values
     dtype, device = defaults.process_defaults()
-    count = options[CPU_DEVICES]
+    if runs:
+        platform, count = jax.default_backend(), jax.local_device_count()
+    else:
+        platform, count = options[PLATFORMS_OPTION] or None, options[CPU_DEVICES]
+
     return {
-        "platform": jax.default_backend() if runs else options[PLATFORMS_OPTION] or None,
-        "devices": jax.local_device_count() if runs else count if count >= 0 else None,
+        "platform": platform,
+        "devices": count if count >= 0 else None,
         "dtype": None if dtype is None else dtype.name,
         "create_on": device,
         "cache_dir": options[CACHE_DIR],
@@ -239,71 +249,212 @@ def _settings_now(seed: object, runs: bool) -> dict[str, Any]:
 # --- Checks of settings ---
 
 
-@dataclass
+Problems = Iterator[object]  # a text each, or an error
+
+
 class Changes:
-    """Changes of settings, none made yet."""
+    """The changes that settings ask for, none made yet."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # of ``jax.config``
-    actions: list[Callable[[], None]] = field(default_factory=list)  # the rest; cannot fail
-    folder: Path | None = None  # to be made
-    notes: list[str] = field(default_factory=list)  # for the user
+    def __init__(self, settings: Mapping[str, Any], runs: bool) -> None:
+        self.options: dict[str, Any] = {}  # of ``jax.config``
+        self.actions: list[Callable[[], None]] = []  # the rest; cannot fail
+        self.folder: Path | None = None  # to be made
+        self.notes: list[str] = []  # for the user
+        self._settings = settings
+        self._backend_runs = runs
+
+    def problems(self) -> Problems:
+        """Yields what is wrong with the settings, and takes what is right."""
+        yield from self._take_backend()
+        yield from self._take_switches()
+        yield from self._take_choices()
+        yield from self._take_cache()
+        yield from self._take_seed()
+        yield from self._take_dtype()
+        yield from self._take_create_on()
+
+    def _take_backend(self) -> Problems:
+        platform, devices = self._settings.get("platform"), self._settings.get("devices")
+        if platform is None and devices is None:
+            return
+        if devices is not None and not _is_count(devices) and not _are_numbers(devices):
+            yield (
+                f"devices={devices!r} is neither how many, from 1, nor a list of numbers, each "
+                "once."
+            )
+            return
+        if self._backend_runs:  # too late to change: what is asked for is compared with what runs
+            return
+
+        try:
+            name = usable_platform(_platform_of(self._settings))
+        except ConfigureError as problem:
+            yield problem
+            return
+        # With one platform alone JAX would not know the processor: jax.devices("cpu") fails.
+        self.options[PLATFORMS_OPTION] = "cpu" if name == "cpu" else f"{name},cpu"
+        environment = os.environ.get("JAX_PLATFORMS")
+        if environment and environment.split(",")[0] != name:
+            self.notes.append(
+                f"platform: overrides JAX_PLATFORMS={environment} of the environment."
+            )
+
+        if devices is None:
+            return
+        flag = "xla_force_host_platform_device_count"
+        if name == "cpu" and flag in os.environ.get("XLA_FLAGS", ""):
+            self.notes.append(f"devices: overrides {flag} of XLA_FLAGS.")
+        if name == "cpu" and _is_count(devices):
+            self.options[CPU_DEVICES] = devices
+        elif name == "cpu":
+            yield f"devices={devices!r}: processors have no numbers; say how many, devices=8."
+        elif name in GPUS:
+            numbers = range(devices) if _is_count(devices) else devices
+            self.options[VISIBLE.format(name)] = ",".join(map(str, numbers))
+        else:
+            yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
+
+    def _take_switches(self) -> Problems:
+        for name in (*SWITCHES, "debug_processes"):
+            value = self._settings.get(name)
+            if type(value) is not bool:
+                if value is not None:  # JAX takes "off" for true
+                    yield f"{name}={value!r} is neither True nor False."
+                continue
+
+            if name in SWITCHES:
+                self.options[SWITCHES[name]] = value
+            if name == "debug_key_reuse":
+                self.actions.append(partial(check_whole_process, value))
+            if name == "debug_processes":
+                self.actions.append(partial(comparing.__setitem__, slice(None), [True] * value))
+
+        now = jax.config.values[SWITCHES["x64"]]
+        if self._backend_runs and self._settings.get("x64") not in (None, now):
+            self.notes.append("x64: arrays that exist keep their dtypes.")
+
+    def _take_choices(self) -> Problems:
+        for name, (option, block) in CHOICES.items():
+            value = self._settings.get(name)
+            if value is None:
+                continue
+            try:
+                with block(value):
+                    self.options[option] = value
+            except (ValueError, TypeError) as error:
+                yield f"{name}={value!r}: {error}"
+
+    def _take_cache(self) -> Problems:
+        seconds = self._settings.get("cache_min_seconds")
+        if seconds is not None:
+            if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
+                yield f"cache_min_seconds={seconds!r} is not a number of seconds, from 0."
+            else:
+                self.options[CACHE_SECONDS] = float(seconds)
+
+        folder = self._settings.get("cache_dir")
+        if folder is None:
+            return
+        if _is_default(folder):
+            self.options[CACHE_DIR] = None
+            return
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+            yield f"cache_dir={folder!r} is not the path of a folder."
+            return
+        if "://" in os.fspath(folder):  # a bucket, which JAX reaches by itself
+            self._cache_in(os.fspath(folder))
+            return
+
+        path = Path(folder).expanduser().absolute()
+        parent = next(part for part in (path, *path.parents) if part.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            kind = "not writable by this process" if parent.is_dir() else "not a folder"
+            yield f"cache_dir={str(folder)!r}: {parent} is {kind}. Choose another folder."
+            return
+        self.folder = path
+        self._cache_in(str(path))
+        if path.exists() and _others_can_write(path):
+            self.notes.append(
+                f"cache_dir: others can write into {path}, from which JAX runs programs. Use a "
+                f"folder of your own: chmod 700."
+            )
+
+    def _cache_in(self, folder: str) -> None:
+        self.options |= {CACHE_DIR: folder, "jax_enable_compilation_cache": True}
+
+    def _take_seed(self) -> Problems:
+        seed = self._settings.get("seed")
+        if seed is None:
+            return
+        from shardax.random import stream  # here, so that `import shardax` stays quick
+
+        try:
+            stream.as_source(seed)
+        except ShardaxError as problem:
+            yield f"seed={seed!r}: {problem}"
+        else:
+            self.actions.append(partial(stream.seed, seed))
+
+    def _take_dtype(self) -> Problems:
+        old_dtype, _ = defaults.process_defaults()
+        dtype = self._settings.get("dtype", old_dtype)
+        if _is_default(dtype):
+            self.actions.append(partial(defaults.set_process_dtype, None))
+            return
+        if dtype is None:
+            return
+
+        # On x64, as it will be, it depends whether a dtype is valid.
+        x64 = self._settings.get("x64")
+        if type(x64) is not bool:
+            x64 = jax.config.values[SWITCHES["x64"]]
+        try:
+            with jax.enable_x64(x64):
+                exact = defaults.default_float(dtype)
+        except ShardaxError as problem:
+            yield f"dtype={dtype!r}{'' if 'dtype' in self._settings else ', set before'}: {problem}"
+        else:
+            self.actions.append(partial(defaults.set_process_dtype, exact))
+
+    def _take_create_on(self) -> Problems:
+        device = self._settings.get("create_on")
+        if _is_default(device):
+            self.actions.append(partial(defaults.set_process_device, None))
+            return
+        if device is None:
+            return
+
+        try:
+            platform, _ = defaults.parse_device(device)
+            if self._backend_runs:
+                defaults.as_device(device)
+        except ShardaxError as problem:
+            yield f"create_on={device!r}: {problem}"
+            return
+        self.actions.append(partial(defaults.set_process_device, device))
+
+        # JAX must know the platform of that device too.
+        chosen = self.options.get(PLATFORMS_OPTION, jax.config.values[PLATFORMS_OPTION])
+        if chosen and not self._backend_runs and platform not in (*chosen.split(","), "gpu"):
+            self.options[PLATFORMS_OPTION] = f"{chosen},{platform}"
 
 
-Problems = Iterator[object]
-
-
-def check_settings(settings: Mapping[str, object], runs: bool) -> Changes:
-    """The changes by settings; one ConfigureError lists all problems."""
-    changes, problems = Changes(), []
-    for check in (_backend, _switches, _choices, _cache, _seed, _dtype, _create_on):
-        problems += map(str, check(settings, runs, changes))
+def check_settings(settings: Mapping[str, Any], runs: bool) -> Changes:
+    """Returns the changes by settings; one ConfigureError lists all problems."""
+    changes = Changes(settings, runs)
+    problems = [str(problem) for problem in changes.problems()]
     if problems:
         listed = problems[0] if len(problems) == 1 else "\n  ".join(["", *problems])
         raise ConfigureError(f"shardax.configure changed nothing: {listed}")
     return changes
 
 
-def _backend(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    platform, devices = settings.get("platform"), settings.get("devices")
-    if platform is None and devices is None:
-        return
-    if devices is not None and not _is_count(devices) and not _are_numbers(devices):
-        yield f"devices={devices!r} is neither how many, from 1, nor a list of numbers, each once."
-        return
-    if runs:  # too late to change: what is asked for is compared with what runs
-        return
-    try:
-        name = usable_platform(_platform_of(settings))
-    except ConfigureError as problem:
-        yield problem
-        return
-    # With one platform alone JAX would not know the processor: jax.devices("cpu") fails.
-    changes.options[PLATFORMS_OPTION] = "cpu" if name == "cpu" else f"{name},cpu"
-    environment = os.environ.get("JAX_PLATFORMS")
-    if environment and environment.split(",")[0] != name:
-        changes.notes.append(f"platform: overrides JAX_PLATFORMS={environment} of the environment.")
-    if devices is None:
-        return
-    flag = "xla_force_host_platform_device_count"
-    if name == "cpu" and flag in os.environ.get("XLA_FLAGS", ""):
-        changes.notes.append(f"devices: overrides {flag} of XLA_FLAGS.")
-    if name == "cpu" and _is_count(devices):
-        changes.options[CPU_DEVICES] = devices
-    elif name == "cpu":
-        yield f"devices={devices!r}: processors have no numbers; say how many, devices=8."
-    elif name in GPUS:
-        numbers = range(devices) if _is_count(devices) else devices
-        changes.options[VISIBLE.format(name)] = ",".join(map(str, numbers))
-    else:
-        yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
-
-
-def _platform_of(settings: Mapping[str, object]):
-    """The platform asked for; a number of devices alone means the processor."""
+def _platform_of(settings: Mapping[str, object]) -> object:
+    """Returns the platform asked for; a number of devices alone means the processor."""
     return settings.get("platform", "cpu" if _is_count(settings.get("devices")) else "gpu")
 
 
-def _is_count(devices: object) -> bool:
+def _is_count(devices: Any) -> bool:
     return type(devices) is int and devices >= 1
 
 
@@ -315,116 +466,11 @@ def _are_numbers(devices: object) -> bool:
     )
 
 
-def _switches(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    for name, option in SWITCHES.items():
-        value = settings.get(name)
-        if type(value) is bool:
-            changes.options[option] = value
-        elif value is not None:  # JAX takes "off" for true
-            yield f"{name}={value!r} is neither True nor False."
-    if type(settings.get("debug_key_reuse")) is bool:
-        changes.actions.append(partial(check_whole_process, settings["debug_key_reuse"]))
-    compares = settings.get("debug_processes")
-    if type(compares) is bool:
-        changes.actions.append(partial(comparing.__setitem__, slice(None), [True] * compares))
-    elif compares is not None:
-        yield f"debug_processes={compares!r} is neither True nor False."
-    if runs and settings.get("x64") not in (None, jax.config.values[SWITCHES["x64"]]):
-        changes.notes.append("x64: arrays that exist keep their dtypes.")
-
-
-def _choices(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
-    for name, (option, block) in CHOICES.items():
-        value = settings.get(name)
-        if value is None:
-            continue
-        try:
-            with block(value):
-                changes.options[option] = value
-        except (ValueError, TypeError) as error:
-            yield f"{name}={value!r}: {error}"
-
-
-def _cache(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    seconds, folder = settings.get("cache_min_seconds"), settings.get("cache_dir")
-    if seconds is not None:
-        if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
-            yield f"cache_min_seconds={seconds!r} is not a number of seconds, from 0."
-        else:
-            changes.options[CACHE_SECONDS] = float(seconds)
-    if folder is None:
-        return
-    if _is_default(folder):
-        changes.options[CACHE_DIR] = None
-        return
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        yield f"cache_dir={folder!r} is not the path of a folder."
-        return
-    if "://" in os.fspath(folder):  # a bucket, which JAX reaches by itself
-        place = os.fspath(folder)
-    else:
-        path = Path(folder).expanduser().absolute()
-        parent = next(part for part in (path, *path.parents) if part.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            kind = "not a folder" if not parent.is_dir() else "not writable by this process"
-            yield f"cache_dir={str(folder)!r}: {parent} is {kind}. Choose another folder."
-            return
-        changes.folder, place = path, str(path)
-        # Compiled programs are run as they are found, so who writes there runs code here.
-        status = path.stat() if path.exists() else None
-        is_own = status is None or not hasattr(os, "getuid") or status.st_uid == os.getuid()
-        if status is not None and (status.st_mode & 0o022 or not is_own):
-            changes.notes.append(
-                f"cache_dir: others can write into {path}, from which JAX runs programs. Use a "
-                f"folder of your own: chmod 700."
-            )
-    changes.options |= {CACHE_DIR: place, "jax_enable_compilation_cache": True}
-
-
-def _seed(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
-    seed: Any = settings.get("seed")
-    if seed is None:
-        return
-    from shardax.random import stream  # here, so that `import shardax` stays quick
-
-    try:
-        stream.as_source(seed)
-    except ShardaxError as problem:
-        yield f"seed={seed!r}: {problem}"
-    else:
-        changes.actions.append(partial(stream.seed, seed))
-
-
-def _dtype(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
-    dtype, x64 = settings.get("dtype", defaults.process_defaults()[0]), settings.get("x64")
-    if _is_default(dtype):
-        changes.actions.append(partial(defaults.set_process_dtype, None))
-    elif dtype is not None:
-        try:  # with the new x64, on which it depends whether a dtype is valid
-            with jax.enable_x64(x64 if type(x64) is bool else jax.config.values[SWITCHES["x64"]]):
-                exact = defaults.default_float(dtype)
-        except ShardaxError as problem:
-            yield f"dtype={dtype!r}{'' if 'dtype' in settings else ', set before'}: {problem}"
-        else:
-            changes.actions.append(partial(defaults.set_process_dtype, exact))
-
-
-def _create_on(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    device = settings.get("create_on")
-    if _is_default(device):
-        changes.actions.append(partial(defaults.set_process_device, None))
-    elif device is not None:
-        try:
-            platform, _ = defaults.parse_device(device)
-            if runs:
-                defaults.as_device(device)
-        except ShardaxError as problem:
-            yield f"create_on={device!r}: {problem}"
-            return
-        changes.actions.append(partial(defaults.set_process_device, device))
-        chosen = changes.options.get(PLATFORMS_OPTION, jax.config.values[PLATFORMS_OPTION])
-        if chosen and not runs and platform not in (*chosen.split(","), "gpu"):
-            changes.options[PLATFORMS_OPTION] = f"{chosen},{platform}"
+def _others_can_write(folder: Path) -> bool:
+    # Compiled programs are run as they are found, so who writes there runs code here.
+    status = folder.stat()
+    is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return bool(status.st_mode & 0o022) or not is_own
 
 
 def _is_default(value: object) -> bool:
@@ -447,23 +493,26 @@ def backend_runs() -> bool:
 
 
 def usable_platform(name: object) -> str:
-    """The platform as JAX's settings name it; for ``gpu`` the installed one."""
+    """Returns a platform as JAX's settings name it; for ``gpu`` the installed one."""
     if not isinstance(name, str):
         raise ConfigureError(f"platform={name!r} is not the name of a platform, such as 'cpu'.")
-    plugins = installed_plugins()
-    if name == "cpu" or (
-        name not in PLATFORMS and any(name in plugin for plugin in plugins if name)
-    ):
+    if name == "cpu":
         return name
+
+    plugins = installed_plugins()
     if name not in PLATFORMS:
+        if name and any(name in plugin for plugin in plugins):
+            return name
         raise ConfigureError(
             f"platform={name!r}: JAX has no such platform, and no plugin for it is installed. "
             f"There are {', '.join(PLATFORMS)}.{did_you_mean(name.strip().lower(), PLATFORMS)}"
         )
+
     if name == "tpu":
         if importlib.util.find_spec("libtpu") is None:
             raise ConfigureError(_not_installed(name))
         return name
+
     gpus = GPUS if name == "gpu" else (name,)
     installed = [gpu for gpu in gpus if any(gpu in plugin for plugin in plugins)]
     if not installed:
@@ -477,7 +526,7 @@ def usable_platform(name: object) -> str:
 
 
 def installed_plugins() -> set[str]:
-    """Names of modules of JAX's platform plugins."""
+    """Returns the names of modules of JAX's platform plugins."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     modules = {module.name for module in pkgutil.iter_modules(folders)}

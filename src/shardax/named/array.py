@@ -18,7 +18,7 @@ import numpy as np
 from shardax import Variable
 from shardax.extend import ShownArray, require_addressable
 from shardax.named import base
-from shardax.named.base import NamedAxesError, positional_places, shown
+from shardax.named.base import NamedAxesError, positional_dimensions, shown
 from shardax.named.elementwise import Operators, Reductions, unary
 from shardax.named.indexing import Indexing
 from shardax.named.lift import lifted_method, lifted_operator
@@ -70,14 +70,15 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             ('a', 'b')
         """
         data, dims = self._parts()
-        places = positional_places(dims)
-        if len(names) != len(places):
+        positional = positional_dimensions(dims)
+        if len(names) != len(positional):
             raise NamedAxesError(
                 f"tag was given the {len(names)} names {names}, but of the axes "
-                f"{shown(dims, data.shape)} {len(places)} are positional. Give each a name or None."
+                f"{shown(dims, data.shape)} {len(positional)} are positional. Give each a name or "
+                "None."
             )
-        new_names = dict(zip(places, names, strict=True))
-        renamed = (new_names.get(place, name) for place, name in enumerate(dims))
+        new_names = dict(zip(positional, names, strict=True))
+        renamed = (new_names.get(dimension, name) for dimension, name in enumerate(dims))
         return self._make(data, base.check_dims(renamed))
 
     def untag(self, *names: Any) -> Self:
@@ -98,13 +99,15 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             ((None, 'b', None), (4, 3, 2))
         """
         data, dims = self._parts()
-        tagged = (*positional_places(dims), *(dimension_of(self, name) for name in names))
+        tagged = (*positional_dimensions(dims), *(dimension_of(self, name) for name in names))
         if len(set(tagged)) < len(tagged):
             raise NamedAxesError(f"untag was given a name twice: {names}.")
         # The dimensions concerned trade places, so that they stand in the order asked for.
         sources = dict(zip(sorted(tagged), tagged, strict=True))
-        order = tuple(sources.get(place, place) for place in range(len(dims)))
-        new_dims = tuple(None if place in tagged else name for place, name in enumerate(dims))
+        order = tuple(sources.get(dimension, dimension) for dimension in range(len(dims)))
+        new_dims = tuple(
+            None if dimension in tagged else name for dimension, name in enumerate(dims)
+        )
         return self._make(base.transposed(data, order), new_dims)
 
     def unwrap(self, *names: Any) -> jax.Array:
@@ -132,7 +135,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
                 f"{shown(dims, self.shape)}. Give every name, in the order of the dimensions to "
                 f"be: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
             )
-        order = (*positional_places(dims), *(dimension_of(self, name) for name in names))
+        order = (*positional_dimensions(dims), *(dimension_of(self, name) for name in names))
         if len(set(order)) < len(order):
             raise NamedAxesError(f"unwrap was given a name twice: {names}.")
         return base.transposed(self._data, order)
@@ -155,15 +158,15 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             ((3, 2), True)
         """
         data, own_dims = self._parts()
-        places = positional_places(own_dims)
-        target = base.check_dims(dims if None in dims else (*(None for _ in places), *dims))
+        positional = positional_dimensions(own_dims)
+        target = base.check_dims(dims if None in dims else (*(None for _ in positional), *dims))
         if len(target) != len(own_dims) or {*target} != {*own_dims}:
             raise NamedAxesError(
                 f"order_as{dims!r} does not have the dims {own_dims} in another order. Give every "
                 f"name once, and None for each positional dimension, or for none."
             )
-        positional = iter(places)
-        order = tuple(next(positional) if name is None else own_dims.index(name) for name in target)
+        rest = iter(positional)
+        order = tuple(next(rest) if name is None else own_dims.index(name) for name in target)
         if order == tuple(range(len(own_dims))):
             return self
         return self._make(base.transposed(data, order), target)
@@ -179,7 +182,9 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         _, order = base.canonical(dims, tuple(data.shape))
         if order is None:
             return self
-        return self._make(base.transposed(data, order), tuple(dims[place] for place in order))
+        return self._make(
+            base.transposed(data, order), tuple(dims[dimension] for dimension in order)
+        )
 
     def rename(self, names: Mapping[Any, Any]) -> Self:
         """Returns the array with names exchanged.
@@ -226,9 +231,9 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
                 )
         new = tuple(name for name in axes if name not in own_axes)
         shape = (*(axes[name] for name in new), *data.shape)
-        places = tuple(range(len(new), len(shape)))
+        dimensions = tuple(range(len(new), len(shape)))
         return self._make(
-            jax.lax.broadcast_in_dim(data, shape, places), base.check_dims((*new, *dims))
+            jax.lax.broadcast_in_dim(data, shape, dimensions), base.check_dims((*new, *dims))
         )
 
     def _shown(self) -> str:

@@ -26,7 +26,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Generator, Hashable, Iterable, Mapping
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -109,10 +109,10 @@ def sorted_names(names: Iterable[Name]) -> tuple[Name, ...]:
 def canonical(dims: Dims, shape: tuple[int, ...]) -> tuple[Form, tuple[int, ...] | None]:
     """Returns names with sizes, and the permutation to canonical order or None."""
     # For dims ("b", None, "a") of shape (2, 3, 4): (("a", "b"), (4, 2)), (1, 2, 0).
-    positional = positional_places(dims)
+    positional = positional_dimensions(dims)
     names = sorted_names(name for name in dims if name is not None)
     order = (*positional, *map(dims.index, names))
-    form = (names, tuple(shape[place] for place in order[len(positional) :]))
+    form = (names, tuple(shape[dimension] for dimension in order[len(positional) :]))
     return form, None if order == tuple(range(len(dims))) else order
 
 
@@ -150,9 +150,9 @@ def label(name: Name) -> Any:
     return name if merged else repr(name)
 
 
-def positional_places(dims: Dims) -> tuple[int, ...]:
+def positional_dimensions(dims: Dims) -> tuple[int, ...]:
     """Returns the dimensions without a name."""
-    return tuple(place for place, name in enumerate(dims) if name is None)
+    return tuple(dimension for dimension, name in enumerate(dims) if name is None)
 
 
 def shown(dims: Dims, shape: Iterable[int]) -> str:
@@ -183,6 +183,13 @@ def mapping(names: Iterable[Name]) -> Generator[None]:
         mapped.names = outer_names
 
 
+class Operand(NamedTuple):
+    """The data and the dims of an array, while an operation works on it."""
+
+    data: Any
+    dims: Dims
+
+
 class NamedStorage:
     """Base of ``NamedArray``: the array, its dims and their static form."""
 
@@ -207,8 +214,8 @@ class NamedStorage:
         array._data, array._dims, array._form = data, dims, None
         return array
 
-    def _parts(self) -> tuple[Any, Dims]:
-        """Returns the data and the dims, for an operation by name."""
+    def _parts(self) -> Operand:
+        """Returns the array for an operation by name."""
         dims = self._dims
         if dims is None:
             dims = self.dims
@@ -219,7 +226,7 @@ class NamedStorage:
                 f"by closure, so it is still whole. Pass it as an argument, nmap(f)(x, captured); "
                 f"or, if each run shall see all of it, unwrap it: captured.unwrap(...)."
             )
-        return self._data, dims
+        return Operand(self._data, dims)
 
     @property
     def data(self) -> Any:
@@ -249,7 +256,7 @@ class NamedStorage:
     def positional_shape(self) -> tuple[int, ...]:
         """The sizes of the dimensions without names."""
         shape = self.shape
-        return tuple(shape[place] for place in positional_places(self.dims))
+        return tuple(shape[dimension] for dimension in positional_dimensions(self.dims))
 
     @property
     def ndim(self) -> int:
@@ -297,6 +304,7 @@ class NamedStorage:
                 f"{type(leaf).__name__} in place of an array, as jax.tree.map makes it from a "
                 f"function that returns no array. It cannot be computed with; look at its .data."
             )
+
         shape = tuple(leaf.shape)
         lead = len(shape) - len(names)
         if lead < 0 or shape[lead:] != sizes:
@@ -330,7 +338,7 @@ def from_parts(kind: type[T], data: Any, dims: Dims) -> T:
     return kind._make(data, dims)
 
 
-def parts_of(array: NamedStorage) -> tuple[Any, Dims]:
+def parts_of(array: NamedStorage) -> Operand:
     """Returns the data and the dims of an array, for an operation by name."""
     return array._parts()
 
@@ -358,9 +366,9 @@ def transposed(data: Any, permutation: tuple[int, ...] | None) -> Any:
     sharding = data.sharding
     if isinstance(sharding, NamedSharding):
         entries = (*sharding.spec, *(None,) * (len(data.shape) - len(sharding.spec)))
-        spec = PartitionSpec(*(entries[place] for place in permutation))
+        spec = PartitionSpec(*(entries[dimension] for dimension in permutation))
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    shape = tuple(data.shape[place] for place in permutation)
+    shape = tuple(data.shape[dimension] for dimension in permutation)
     return jax.ShapeDtypeStruct(shape, data.dtype, sharding=sharding, weak_type=data.weak_type)
 
 

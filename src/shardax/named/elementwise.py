@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,13 @@ from shardax.named.base import (
     Dims,
     NamedAxesError,
     NamedStorage,
+    Operand,
     parts_of,
-    positional_places,
+    positional_dimensions,
     shown,
 )
 
 _NUMBERS = (bool, int, float, complex, np.generic)
-
-
-class Operand(NamedTuple):
-    """An array with its dims, while an operation works on it."""
-
-    data: Any
-    dims: Dims
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,7 +42,7 @@ def joined(first: Dims, second: Dims) -> Dims:
     """Returns the dims of the result of an elementwise operation."""
     # Those of the operand with more positional dimensions, the first if both have as many; names
     # that only the other has stand in front: ("a", "b") and ("b", "c") give ("c", "a", "b").
-    if len(positional_places(second)) > len(positional_places(first)):
+    if len(positional_dimensions(second)) > len(positional_dimensions(first)):
         first, second = second, first
     return (*(name for name in second if name is not None and name not in first), *first)
 
@@ -57,10 +51,10 @@ def joined(first: Dims, second: Dims) -> Dims:
 def _expansion(dims: Dims, target: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the permutation and the added dimensions towards a target."""
     sources = {target.index(name): i for i, name in enumerate(dims) if name is not None}
-    mine, its = positional_places(dims), positional_places(target)
+    mine, its = positional_dimensions(dims), positional_dimensions(target)
     sources |= dict(zip(its[len(its) - len(mine) :], mine, strict=True))
-    order = tuple(sources[place] for place in sorted(sources))
-    added = tuple(place for place in range(len(target)) if place not in sources)
+    order = tuple(sources[dimension] for dimension in sorted(sources))
+    added = tuple(dimension for dimension in range(len(target)) if dimension not in sources)
     return order, added
 
 
@@ -85,7 +79,8 @@ def check_sizes(operands: Sequence[Operand]) -> None:
     """Raises if names have two sizes or positional dimensions do not broadcast."""
     named_sizes(operands)
     shapes = {
-        tuple(data.shape[place] for place in positional_places(dims)) for data, dims in operands
+        tuple(data.shape[dimension] for dimension in positional_dimensions(dims))
+        for data, dims in operands
     }
     try:
         if len(shapes) > 1:
@@ -119,15 +114,15 @@ def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
 def listing(operands: Sequence[Operand]) -> str:
     """Formats the axes of all operands, by position."""
     return "; ".join(
-        f"argument {place} has {shown(dims, data.shape)}"
-        for place, (data, dims) in enumerate(operands)
+        f"argument {index} has {shown(dims, data.shape)}"
+        for index, (data, dims) in enumerate(operands)
     )
 
 
 def operand_of(value: object, mate: Operand) -> Any:
     """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
-        return Operand(*parts_of(value))
+        return parts_of(value)
     if isinstance(value, _NUMBERS):
         return value
     if isinstance(value, (Slot, Variable)):
@@ -136,7 +131,8 @@ def operand_of(value: object, mate: Operand) -> Any:
         return NotImplemented
     if value.ndim == 0:
         return value
-    if value.ndim > len(positional_places(mate.dims)):
+
+    if value.ndim > len(positional_dimensions(mate.dims)):
         names = [name for name in mate.dims if name is not None] + ["other"] * value.ndim
         raise NamedAxesError(
             f"An array of shape {tuple(value.shape)} has no names to meet the axes "
@@ -151,7 +147,7 @@ def binary(function: Callable[[Any, Any], object], reflected: bool = False) -> C
     """Returns the method for a binary operator, reflected or not."""
 
     def method(self: NamedStorage, other) -> Any:
-        mine = Operand(*self._parts())
+        mine = self._parts()
         operand = operand_of(other, mine)
         if operand is NotImplemented:
             return NotImplemented
@@ -222,22 +218,22 @@ class Operators(NamedStorage):
         return self._make(jnp.round(data, digits or 0), dims)
 
 
-def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
+def dimensions_of_axes(dims: Dims, axis: Any) -> tuple[int, ...]:
     """Returns the dimensions of one axis, several, or None, or raises."""
     if axis is None:
-        return positional_places(dims) or tuple(range(len(dims)))
+        return positional_dimensions(dims) or tuple(range(len(dims)))
     several = isinstance(axis, list) or (isinstance(axis, tuple) and axis not in dims)
-    places = tuple(place_of(dims, name) for name in (axis if several else (axis,)))
-    if len(set(places)) < len(places):
+    dimensions = tuple(dimension_of_axis(dims, name) for name in (axis if several else (axis,)))
+    if len(set(dimensions)) < len(dimensions):
         raise NamedAxesError(f"axis={axis!r} has an axis twice; the dims are {dims}.")
-    return places
+    return dimensions
 
 
-def place_of(dims: Dims, axis: object) -> int:
+def dimension_of_axis(dims: Dims, axis: object) -> int:
     """Returns the dimension of a name or position, or raises."""
     if axis is not None and axis in dims:
         return dims.index(axis)
-    positional = positional_places(dims)
+    positional = positional_dimensions(dims)
     if Options.is_integer(axis):
         if -len(positional) <= axis < len(positional):
             return positional[axis]
@@ -257,22 +253,24 @@ def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
     ) -> Any:
         data, dims = self._parts()
 
-        places = places_of(dims, axis)
+        dimensions = dimensions_of_axes(dims, axis)
         if where is not None:
             options["where"] = _mask(where, Operand(data, dims))
         options = {name: value for name, value in options.items() if value is not None}
 
         if keepdims:
-            named = [dims[place] for place in places if dims[place] is not None]
+            named = [dims[dimension] for dimension in dimensions if dims[dimension] is not None]
             if named:
                 raise NamedAxesError(
                     f"keepdims=True would leave {named} with size 1, which meets no array of "
                     f"another size. It is not needed: what lacks a name is repeated along it."
                 )
-            return self._make(function(data, axis=places, keepdims=True, **options), dims)
+            return self._make(function(data, axis=dimensions, keepdims=True, **options), dims)
 
-        kept_dims = tuple(name for place, name in enumerate(dims) if place not in places)
-        return self._make(function(data, axis=places, **options), kept_dims)
+        kept_dims = tuple(
+            name for dimension, name in enumerate(dims) if dimension not in dimensions
+        )
+        return self._make(function(data, axis=dimensions, **options), kept_dims)
 
     return method
 
@@ -284,7 +282,7 @@ def _mask(where: object, reduced: Operand):
     check_sizes((reduced, mask))
 
     extra = [name for name in mask.dims if name is not None and name not in reduced.dims]
-    if extra or len(positional_places(mask.dims)) > len(positional_places(reduced.dims)):
+    if extra or len(positional_dimensions(mask.dims)) > len(positional_dimensions(reduced.dims)):
         raise NamedAxesError(
             f"where= has the dims {mask.dims}, of which the array with dims {reduced.dims} lacks "
             f"{extra or 'positional ones'}. Multiply first: (x * mask).sum(...)."
@@ -297,17 +295,17 @@ def _along(function: Any, removes: bool = False) -> Callable[..., Any]:
 
     def method(self: NamedStorage, axis=None, **options) -> Any:
         data, dims = self._parts()
-        places = places_of(dims, axis)
-        if len(places) != 1:
+        dimensions = dimensions_of_axes(dims, axis)
+        if len(dimensions) != 1:
             raise NamedAxesError(
-                f"{function.__name__} works along one axis, but axis={axis!r} is {len(places)} of "
-                f"the dims {dims}, in no order that their names give. Name one: "
-                f"x.{function.__name__}({next(iter(dims), 'name')!r})."
+                f"{function.__name__} works along one axis, but axis={axis!r} is "
+                f"{len(dimensions)} of the dims {dims}, in no order that their names give. Name "
+                f"one: x.{function.__name__}({next(iter(dims), 'name')!r})."
             )
 
-        (place,) = places
-        kept_dims = (*dims[:place], *dims[place + 1 :]) if removes else dims
-        return self._make(function(data, axis=place, **options), kept_dims)
+        (dimension,) = dimensions
+        kept_dims = (*dims[:dimension], *dims[dimension + 1 :]) if removes else dims
+        return self._make(function(data, axis=dimension, **options), kept_dims)
 
     return method
 

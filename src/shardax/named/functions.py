@@ -20,10 +20,11 @@ from shardax.named.base import (
     Dims,
     Name,
     NamedAxesError,
+    Operand,
     check_dims,
     from_parts,
     parts_of,
-    positional_places,
+    positional_dimensions,
     shown,
 )
 from shardax.named.lift import is_named, is_whole, run_lifted
@@ -58,11 +59,11 @@ def dot(
         >>> sx.named.dot(x, w, "embed").axes
         {'batch': 2, 'time': 3, 'mlp': 5}
     """
-    first, second = (elementwise.Operand(*parts_of(as_named(array, "dot"))) for array in (x, y))
+    first, second = (parts_of(as_named(array, "dot")) for array in (x, y))
 
     names = _names(axes, first.dims, second.dims)
     elementwise.check_sizes((first, second))
-    if positional_places(first.dims) and positional_places(second.dims):
+    if positional_dimensions(first.dims) and positional_dimensions(second.dims):
         raise NamedAxesError(
             f"dot cannot tell which positional dimensions belong together: "
             f"{elementwise.listing((first, second))}. Name those of one array, x.tag(...)."
@@ -72,7 +73,7 @@ def dot(
     common = (name for name in first.dims if name is not None and name in second.dims)
     joint = [name for name in common if name not in names]
     free = [
-        [place for place, name in enumerate(dims) if name not in (*names, *joint)]
+        [dimension for dimension, name in enumerate(dims) if name not in (*names, *joint)]
         for dims in (first.dims, second.dims)
     ]
 
@@ -89,7 +90,10 @@ def dot(
         out_sharding=joined_sharding(((left, (*batch[0], *free[0])), (right, free[1]))),
     )
 
-    free_names = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
+    free_names = (
+        (first.dims[dimension] for dimension in free[0]),
+        (second.dims[dimension] for dimension in free[1]),
+    )
     return from_parts(NamedArray, data, (*joint, *free_names[0], *free_names[1]))
 
 
@@ -131,13 +135,13 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
             f"stay: write it in the result too, '... embed, embed mlp -> ... mlp'."
         )
 
-    operands: list[elementwise.Operand] = []
+    operands: list[Operand] = []
     for term, array in zip(inputs, arrays, strict=False):
         if isinstance(array, Variable):
             array = array.value
-        operand = elementwise.Operand(array, tuple(term))
+        operand = Operand(array, tuple(term))
         if isinstance(array, NamedArray):
-            operand = elementwise.Operand(*parts_of(array))
+            operand = parts_of(array)
             term = [name for name in term if name != _DOTS]
         elif not hasattr(array, "shape") or len(array.shape) != len(term) or _DOTS in term:
             operand = None
@@ -159,16 +163,16 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
         )
 
     sizes = elementwise.named_sizes(operands)
-    places = {name: place for place, name in enumerate(sizes)}
-    place = result.index(_DOTS) if _DOTS in result else 0
+    numbers = {name: index for index, name in enumerate(sizes)}
+    index = result.index(_DOTS) if _DOTS in result else 0
     further = (name for name in sizes if name not in mentioned)
-    dims = (*result[:place], *further, *(name for name in result[place:] if name != _DOTS))
+    dims = (*result[:index], *further, *(name for name in result[index:] if name != _DOTS))
 
     # ``jnp.einsum`` takes numbers in place of letters, of which there may be too few.
     interleaved: list[Any] = []
     for data, own_dims in operands:
-        interleaved += [data, [places[name] for name in own_dims]]
-    out = [places[name] for name in dims]
+        interleaved += [data, [numbers[name] for name in own_dims]]
+    out = [numbers[name] for name in dims]
     return from_parts(NamedArray, jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
 
 
@@ -208,7 +212,7 @@ def softmax(x: NamedArray, axis: object) -> NamedArray:
         0.125
     """
     data, dims = parts_of(as_named(x, "softmax"))
-    return from_parts(NamedArray, jax.nn.softmax(data, axis=_places(dims, axis)), dims)
+    return from_parts(NamedArray, jax.nn.softmax(data, axis=_dimensions(dims, axis)), dims)
 
 
 def log_softmax(x: NamedArray, axis: object) -> NamedArray:
@@ -230,7 +234,7 @@ def log_softmax(x: NamedArray, axis: object) -> NamedArray:
         [0.0]
     """
     data, dims = parts_of(as_named(x, "log_softmax"))
-    return from_parts(NamedArray, jax.nn.log_softmax(data, axis=_places(dims, axis)), dims)
+    return from_parts(NamedArray, jax.nn.log_softmax(data, axis=_dimensions(dims, axis)), dims)
 
 
 def logsumexp(x: NamedArray, axis: object) -> NamedArray:
@@ -253,14 +257,16 @@ def logsumexp(x: NamedArray, axis: object) -> NamedArray:
         [0.0, 0.0]
     """
     data, dims = parts_of(as_named(x, "logsumexp"))
-    places = _places(dims, axis)
-    remaining = tuple(name for place, name in enumerate(dims) if place not in places)
-    return from_parts(NamedArray, jax.nn.logsumexp(data, axis=places), remaining)
+    dimensions = _dimensions(dims, axis)
+    remaining = tuple(name for dimension, name in enumerate(dims) if dimension not in dimensions)
+    return from_parts(NamedArray, jax.nn.logsumexp(data, axis=dimensions), remaining)
 
 
-def _places(dims: Dims, axis: object) -> tuple[int, ...]:
+def _dimensions(dims: Dims, axis: object) -> tuple[int, ...]:
     return (
-        (elementwise.place_of(dims, axis),) if axis is None else elementwise.places_of(dims, axis)
+        (elementwise.dimension_of_axis(dims, axis),)
+        if axis is None
+        else elementwise.dimensions_of_axes(dims, axis)
     )
 
 
@@ -302,7 +308,7 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def mapped(*args, **kwargs):
-        return run_lifted(functools.partial(from_parts, NamedArray), function, args, kwargs)
+        return run_lifted(NamedArray, function, args, kwargs)
 
     return transformed(mapped, nmap, function)
 
@@ -377,10 +383,10 @@ def scan(
     return carry.filled(last), treedef.unflatten(arrays)
 
 
-def _slices(xs: object, axis: Name) -> tuple[list[elementwise.Operand], Any]:
+def _slices(xs: object, axis: Name) -> tuple[list[Operand], Any]:
     """Returns the arrays with the axis in front, without its name."""
     leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
-    operands: list[elementwise.Operand] = []
+    operands: list[Operand] = []
     sizes: dict[int, str] = {}
     for path, leaf in leaves:
         where = f"xs{jax.tree_util.keystr(path)}"
@@ -389,15 +395,16 @@ def _slices(xs: object, axis: Name) -> tuple[list[elementwise.Operand], Any]:
                 f"{where} of named.scan is of type {type(leaf).__name__}, without names to slice "
                 f"by. Wrap it, named.wrap(array, {axis!r}, ...), or let the function close over it."
             )
+
         data, dims = parts_of(leaf)
         if axis is None or axis not in dims:
             raise NamedAxesError(
                 f"{where} of named.scan has the axes {shown(dims, data.shape)}, without {axis!r}."
             )
-        place = dims.index(axis)
-        sizes.setdefault(data.shape[place], where)
-        remaining = (*dims[:place], *dims[place + 1 :])
-        operands.append(elementwise.Operand(jnp.moveaxis(data, place, 0), remaining))
+        dimension = dims.index(axis)
+        sizes.setdefault(data.shape[dimension], where)
+        remaining = (*dims[:dimension], *dims[dimension + 1 :])
+        operands.append(Operand(jnp.moveaxis(data, dimension, 0), remaining))
     if len(sizes) > 1:
         texts = ", ".join(f"{size} at {where}" for size, where in sizes.items())
         raise NamedAxesError(f"The sizes of the axis {axis!r} of named.scan differ: {texts}.")
@@ -439,27 +446,28 @@ class _ScanCarry(NamedTuple):
                 f"The carry of named.scan changes its structure: it comes in as {self.treedef} and "
                 f"is returned as {treedef}."
             )
-        return [self._carried_data(place, leaf) for place, leaf in enumerate(leaves)]
+        return [self._carried_data(index, leaf) for index, leaf in enumerate(leaves)]
 
-    def _carried_data(self, place: int, leaf):
-        start, dims = self.values[place], self.dims[place]
+    def _carried_data(self, index: int, leaf):
+        start, dims = self.values[index], self.dims[index]
         if isinstance(leaf, Object) or isinstance(start, Object):
             return leaf
         if dims is None and isinstance(leaf, NamedArray) and not leaf.dims:
             return leaf.data  # a number to begin with is a number in every iteration
         if (dims is not None) != isinstance(leaf, NamedArray):
-            raise self._changed(place, leaf)
+            raise self._changed(index, leaf)
         if dims is None:
             return leaf
         was = from_parts(NamedArray, start, dims)
         for trait in ("axes", "positional_shape", "dtype"):  # but storage order may change
             if getattr(was, trait) != getattr(leaf, trait):
-                raise self._changed(place, leaf)
+                raise self._changed(index, leaf)
         return leaf.order_as(*dims).data
 
-    def _changed(self, place: int, leaf: object) -> TransformError:
+    def _changed(self, index: int, leaf: object) -> TransformError:
         start = self.filled(self.values)
-        was = jax.tree.leaves(start, is_leaf=is_whole)[place]
+        was = jax.tree.leaves(start, is_leaf=is_whole)[index]
+
         hint = "Every iteration must hand on what it was given."
         if isinstance(was, NamedArray) and isinstance(leaf, NamedArray):
             gained = [name for name in leaf.axes if name not in was.axes]
@@ -472,7 +480,7 @@ class _ScanCarry(NamedTuple):
             elif was.dtype != leaf.dtype:
                 hint = f"Cast it: .astype({str(was.dtype)!r})."
         return TransformError(
-            f"{self.paths[place]} of named.scan comes in as {_kind(was)} and is returned as "
+            f"{self.paths[index]} of named.scan comes in as {_kind(was)} and is returned as "
             f"{_kind(leaf)}. {hint}"
         )
 
@@ -483,8 +491,8 @@ def _kind(value) -> str:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
-def _operand(leaf) -> elementwise.Operand:
+def _operand(leaf) -> Operand:
     if isinstance(leaf, NamedArray):
-        return elementwise.Operand(*parts_of(leaf))
+        return parts_of(leaf)
     array = jnp.asarray(leaf)
-    return elementwise.Operand(array, (None,) * array.ndim)
+    return Operand(array, (None,) * array.ndim)

@@ -21,7 +21,6 @@ or a NumPy array) and is out of range is an error; of others, JAX's own rule hol
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from jax.core import Tracer
 from shardax import Slot, Variable
 from shardax.extend import Options, explicit_sharding
 from shardax.named import base, elementwise
-from shardax.named.base import from_parts, parts_of
+from shardax.named.base import Operand, from_parts, parts_of
 from shardax.named.lift import run_lifted
 
 Change = Callable[[Any, Any, Any], Any]
@@ -51,46 +50,53 @@ class ResolvedIndex(NamedTuple):
 class _Gathered(NamedTuple):
     """Positions to take along one dimension, over dims of the result."""
 
-    place: int
-    positions: elementwise.Operand
+    dimension: int
+    positions: Operand
 
 
-def resolve_index(array: elementwise.Operand, index: object) -> ResolvedIndex:
+def resolve_index(array: Operand, index: object) -> ResolvedIndex:
     """Resolves an index by names or position, without new names."""
-    entries = _by_place(array, index)
-    entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
+    entries = _by_dimension(array, index)
+    entries = {dimension: _resolve(array, dimension, entry) for dimension, entry in entries.items()}
+
     gathered = [
-        _Gathered(place, entry)
-        for place, entry in entries.items()
-        if isinstance(entry, elementwise.Operand)
+        _Gathered(dimension, entry)
+        for dimension, entry in entries.items()
+        if isinstance(entry, Operand)
     ]
     if not gathered:
-        whole = tuple(entries.get(place, slice(None)) for place in range(len(array.dims)))
-        kept_places = [place for place, entry in enumerate(whole) if not isinstance(entry, int)]
-        dims = tuple(array.dims[place] for place in kept_places)
-        return ResolvedIndex(None, whole, dims, _sizes(array, entries, kept_places))
+        whole = tuple(entries.get(dimension, slice(None)) for dimension in range(len(array.dims)))
+        kept_dimensions = [
+            dimension for dimension, entry in enumerate(whole) if not isinstance(entry, int)
+        ]
+        dims = tuple(array.dims[dimension] for dimension in kept_dimensions)
+        return ResolvedIndex(None, whole, dims, _sizes(array, entries, kept_dimensions))
+
     # Axes of the array that positions have too: each position goes with its own.
     new_names = {name for item in gathered for name in item.positions.dims if name is not None}
-    for place, name in enumerate(array.dims):
-        if name in new_names and place not in entries:
-            positions = elementwise.Operand(jnp.arange(array.data.shape[place]), (name,))
-            gathered.append(_Gathered(place, positions))
+    for dimension, name in enumerate(array.dims):
+        if name in new_names and dimension not in entries:
+            positions = Operand(jnp.arange(array.data.shape[dimension]), (name,))
+            gathered.append(_Gathered(dimension, positions))
     return _gather(array, entries, gathered)
 
 
 def _gather(
-    array: elementwise.Operand, entries: Mapping[int, object], items: Sequence[_Gathered]
+    array: Operand, entries: Mapping[int, object], items: Sequence[_Gathered]
 ) -> ResolvedIndex:
     """Orders dimensions, gathered ones in JAX's place."""
     # In the place of a single array of positions; in front, if there are more, or integers.
     positions, dims = elementwise.align([item.positions for item in items])
-    gathered = [item.place for item in items]
-    single = [place for place, entry in entries.items() if isinstance(entry, int)]
-    remaining = [place for place in range(len(array.dims)) if place not in (*gathered, *single)]
+    gathered = [item.dimension for item in items]
+    single = [dimension for dimension, entry in entries.items() if isinstance(entry, int)]
+    remaining = [
+        dimension for dimension in range(len(array.dims)) if dimension not in (*gathered, *single)
+    ]
     lead = gathered[0] if len(gathered) == 1 and not single else 0
     order = (*remaining[:lead], *gathered, *single, *remaining[lead:])
     all_entries = {**entries, **dict(zip(gathered, positions, strict=True))}
-    names = [array.dims[place] for place in remaining]
+
+    names = [array.dims[dimension] for dimension in remaining]
     new_dims = (*names[:lead], *dims, *names[lead:])
     twice = [name for name in new_dims if name is not None and new_dims.count(name) > 1]
     if twice:
@@ -99,33 +105,35 @@ def _gather(
             f"{base.shown(array.dims, array.data.shape)} it takes only a slice along that axis, "
             f"and positions have that name too. Take the slice first: x[{{...: slice}}][...]."
         )
+
     sizes = _sizes(array, entries, remaining)
     shape = np.broadcast_shapes(*(index_array.shape for index_array in positions))
-    indices = tuple(all_entries.get(place, slice(None)) for place in order)
+    indices = tuple(all_entries.get(dimension, slice(None)) for dimension in order)
     return ResolvedIndex(order, indices, new_dims, (*sizes[:lead], *shape, *sizes[lead:]))
 
 
 def _sizes(
-    array: elementwise.Operand, entries: Mapping[int, Any], places: Sequence[int]
+    array: Operand, entries: Mapping[int, Any], dimensions: Sequence[int]
 ) -> tuple[int, ...]:
     """Sizes of remaining dimensions, whole or sliced."""
     return tuple(
-        len(range(*entries.get(place, slice(None)).indices(array.data.shape[place])))
-        for place in places
+        len(range(*entries.get(dimension, slice(None)).indices(array.data.shape[dimension])))
+        for dimension in dimensions
     )
 
 
-def _by_place(array: elementwise.Operand, index: object) -> dict[int, Any]:
+def _by_dimension(array: Operand, index: object) -> dict[int, Any]:
     if isinstance(index, Mapping):
         entries: dict[int, Any] = {}
         for axis, entry in index.items():
-            place = elementwise.place_of(array.dims, axis)
-            if place in entries:
+            dimension = elementwise.dimension_of_axis(array.dims, axis)
+            if dimension in entries:
                 raise base.NamedAxesError(f"The index {dict(index)} has an axis twice.")
-            entries[place] = entry
+            entries[dimension] = entry
         return entries
+
     items = index if isinstance(index, tuple) else (index,)
-    places = base.positional_places(array.dims)
+    dimensions = base.positional_dimensions(array.dims)
     if sum(entry is Ellipsis for entry in items) > 1:
         raise base.NamedAxesError("An index has one Ellipsis (...) at most.")
     if any(entry is None for entry in items):
@@ -133,29 +141,32 @@ def _by_place(array: elementwise.Operand, index: object) -> dict[int, Any]:
             "None in an index would add a dimension without saying where among names. Add an axis "
             "by name, x[{'new': None}]; for a positional one say so after, .untag('new')."
         )
+
+    # What stands before an Ellipsis counts from the first, what stands behind it from the last.
     ellipsis_at = next((i for i, entry in enumerate(items) if entry is Ellipsis), len(items))
     trailing = items[ellipsis_at + 1 :]
-    if ellipsis_at + len(trailing) > len(places):
+    if ellipsis_at + len(trailing) > len(dimensions):
         raise base.NamedAxesError(
             f"The index has {ellipsis_at + len(trailing)} entries, but an array with axes "
-            f"{base.shown(array.dims, array.data.shape)} has {len(places)} positional "
+            f"{base.shown(array.dims, array.data.shape)} has {len(dimensions)} positional "
             f"dimensions, which an index without names counts. Index by name: x[{{name: ...}}]."
         )
-    pairs = zip(places[len(places) - len(trailing) :], trailing, strict=True)
-    return {**dict(zip(places, items[:ellipsis_at], strict=False)), **dict(pairs)}
+    pairs = zip(dimensions[len(dimensions) - len(trailing) :], trailing, strict=True)
+    return {**dict(zip(dimensions, items[:ellipsis_at], strict=False)), **dict(pairs)}
 
 
-def _resolve(array: elementwise.Operand, place: int, entry: object):
+def _resolve(array: Operand, dimension: int, entry: object):
     """Returns an integer, a slice, or an ``Operand`` of positions."""
-    name, size = array.dims[place], int(array.data.shape[place])
+    name, size = array.dims[dimension], int(array.data.shape[dimension])
     if isinstance(entry, (Slot, Variable)):
         entry = entry.value
     if isinstance(entry, slice):
         return _check_slice(name, entry)
     if Options.is_integer(entry):
         return _in_range(name, int(entry), size)
+
     if isinstance(entry, base.NamedStorage):
-        operand = elementwise.Operand(*parts_of(entry))
+        operand = parts_of(entry)
         if operand.data.dtype == jnp.bool_:
             return _masked(name, operand.data, operand.dims, size)
     elif isinstance(entry, (list, np.ndarray, jax.Array)):
@@ -171,6 +182,7 @@ def _resolve(array: elementwise.Operand, place: int, entry: object):
             f"The axis {name!r} cannot be indexed by {entry!r} of type {type(entry).__name__}. Use "
             f"an integer, a slice, an array of integers or booleans, or a NamedArray of integers."
         )
+
     if not jnp.issubdtype(operand.data.dtype, jnp.integer):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by an array of {operand.data.dtype}; positions are "
@@ -179,14 +191,14 @@ def _resolve(array: elementwise.Operand, place: int, entry: object):
     return operand
 
 
-def _unnamed(name, positions) -> elementwise.Operand:
+def _unnamed(name, positions) -> Operand:
     if positions.ndim > 1 or (name is None and positions.ndim):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by an array of shape {tuple(positions.shape)}, whose "
             f"dimensions have no names that the result could have. Name them: "
             f"named.wrap(positions, {', '.join(map(repr, ('one', 'other')[: positions.ndim]))})."
         )
-    return elementwise.Operand(jnp.asarray(positions), (name,) * positions.ndim)
+    return Operand(jnp.asarray(positions), (name,) * positions.ndim)
 
 
 def _in_range(name: object, position: int, size: int) -> int:
@@ -214,7 +226,7 @@ def _check_slice(name: object, entry: slice) -> slice:
     )
 
 
-def _masked(name, mask, dims: base.Dims, size: int) -> elementwise.Operand:
+def _masked(name, mask, dims: base.Dims, size: int) -> Operand:
     if isinstance(mask, Tracer):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by booleans inside a trace, where how many are true is "
@@ -227,7 +239,7 @@ def _masked(name, mask, dims: base.Dims, size: int) -> elementwise.Operand:
             f"A mask has one entry per position of its axis; for several axes at once, keep the "
             f"shape: named.where(mask, x, 0)."
         )
-    return elementwise.Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
+    return Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
 
 
 class _Index(NamedTuple):
@@ -238,7 +250,7 @@ class _Index(NamedTuple):
     is_lifted: bool = False  # positional, with arrays: along all names, as JAX indexes
 
 
-def _take_apart(array: elementwise.Operand, index: object) -> _Index:
+def _take_apart(array: Operand, index: object) -> _Index:
     if isinstance(index, Mapping):
         added = tuple(name for name, entry in index.items() if entry is None)
         if added:
@@ -285,8 +297,8 @@ def _update(name: str) -> Callable[..., Any]:
     def method(self: Update, value, **options) -> Any:
         def change(array, at, new_values):
             # Over Explicit mesh axes the result is laid out as the array is.
-            place = explicit_sharding(array)
-            layout_option = {} if place is None else {"out_sharding": place}
+            sharding = explicit_sharding(array)
+            layout_option = {} if sharding is None else {"out_sharding": sharding}
             return getattr(array.at[at], name)(new_values, **{**layout_option, **options})
 
         return self._run(change, value, options.get("mode"))
@@ -316,15 +328,11 @@ class Update:
         return self._part(lambda array, at: array.at[at].get(**options))
 
     def _part(self, get: Callable[[Any, Any], Any]):
-        array = elementwise.Operand(*parts_of(self.array))
+        array = parts_of(self.array)
         index = _take_apart(array, self.index)
         if index.is_lifted:
-            return run_lifted(
-                functools.partial(from_parts, type(self.array)),
-                get,
-                (self.array, index.entries),
-                {},
-            )
+            return run_lifted(type(self.array), get, (self.array, index.entries), {})
+
         resolved = resolve_index(array, index.entries)
         data = get(base.transposed(array.data, resolved.permutation), resolved.entries)
         if index.added:
@@ -332,16 +340,18 @@ class Update:
         return from_parts(type(self.array), data, (*index.added, *resolved.dims))
 
     def _run(self, change: Change, value: object, mode: object = None):
-        array = elementwise.Operand(*parts_of(self.array))
+        array = parts_of(self.array)
         index = _take_apart(array, self.index)
         if index.is_lifted:
             return self._run_lifted(array, index.entries, change, value, mode)
+
         resolved = resolve_index(array, index.entries)
         dims, shape = (*index.added, *resolved.dims), (*(1 for _ in index.added), *resolved.shape)
-        part = elementwise.Operand(jax.ShapeDtypeStruct(shape, array.data.dtype), dims)
+        part = Operand(jax.ShapeDtypeStruct(shape, array.data.dtype), dims)
         new_values = _fitting(value, part)
         if index.added and np.ndim(new_values):
             new_values = jax.lax.squeeze(new_values, range(len(index.added)))
+
         data = change(
             base.transposed(array.data, resolved.permutation), resolved.entries, new_values
         )
@@ -349,38 +359,38 @@ class Update:
             data = base.transposed(data, tuple(map(resolved.permutation.index, range(data.ndim))))
         return from_parts(type(self.array), data, array.dims)
 
-    def _run_lifted(
-        self, array: elementwise.Operand, index: object, change: Change, value: object, mode
-    ):
+    def _run_lifted(self, array: Operand, index: object, change: Change, value: object, mode):
         """Changes the elements at the positions of the index."""
         # Names of the index that the array lacks are further positions, not further arrays. A
         # position out of range stays so, for JAX to treat by the mode.
-        shape, places = array.data.shape, []
+        shape, indices = array.data.shape, []
         fills = jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.FILL_OR_DROP
         updated = array
-        for place, size in enumerate(shape):
+        for dimension, size in enumerate(shape):
             options = {"mode": "fill", "fill_value": size} if fills else {"mode": mode}
             positions_array = from_parts(
-                type(self.array), jax.lax.broadcasted_iota(np.int32, shape, place), array.dims
+                type(self.array), jax.lax.broadcasted_iota(np.int32, shape, dimension), array.dims
             )
             part = Update(positions_array, index)._part(
                 lambda indexed, at, o=options: indexed.at[at].get(**o)
             )
-            updated = elementwise.Operand(*parts_of(part))
-            places.append(updated.data)
-        data = change(array.data, tuple(places), _fitting(value, updated))
+            updated = parts_of(part)
+            indices.append(updated.data)
+
+        data = change(array.data, tuple(indices), _fitting(value, updated))
         return from_parts(type(self.array), data, array.dims)
 
 
-def _fitting(value: object, part: elementwise.Operand):
+def _fitting(value: object, part: Operand):
     """Returns a value with the dimensions of its part."""
     operand = elementwise.operand_of(value, part)
     if operand is NotImplemented:
         raise base.NamedAxesError(
             f"A part of a NamedArray cannot be set to {value!r} of type {type(value).__name__}."
         )
-    if not isinstance(operand, elementwise.Operand):
+    if not isinstance(operand, Operand):
         return operand
+
     elementwise.check_sizes((part, operand))
     if elementwise.joined(part.dims, operand.dims) != part.dims:
         raise base.NamedAxesError(

@@ -117,8 +117,10 @@ def check_input(
 
 def beside(variable: Param, axes: AxisSizes, x: NamedArray) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
-    places = [x.dims.index(name) for name in axes.names]
-    return from_parts(NamedArray, align(variable.value.astype(x.dtype), x.data, places), axes.names)
+    dimensions = [x.dims.index(name) for name in axes.names]
+    return from_parts(
+        NamedArray, align(variable.value.astype(x.dtype), x.data, dimensions), axes.names
+    )
 
 
 class Linear(KernelLayer):
@@ -379,11 +381,26 @@ class _Normalization(Module):
             setattr(self, name, parameter_made)
         self.dtype = parameters.canonical_dtype(dtype)
 
-    def _normalised(self, x: NamedArray, mask: object) -> NamedArray:
+    def __call__(self, x: NamedArray, *, mask: Any = None) -> NamedArray:
+        """Normalises an input.
+
+        Args:
+            x: Has the layer's axes, and any others.
+            mask: Which elements count for the statistics; booleans with axes of ``x``. Where none
+                counts all do.
+
+        Returns:
+            The same axes, in the compute dtype.
+
+        Raises:
+            LayerInputError: If an axis is missing or has another size, or the mask has numbers.
+            NamedAxesError: If the mask has an axis that ``x`` lacks.
+        """
         layer = f"{type(self).__name__}({self.axes})"
-        x, where = check_input(layer, x, self.axes), None
+        x = check_input(layer, x, self.axes)
         arithmetic.uses_tokamax("norms", layer, x, lambda: "it takes arrays without names")
         names = list(self.axes.names)
+        where = None
         if mask is not None:
             mask = as_named(mask, f"The mask of {layer}")
             data, dims = parts_of(mask)
@@ -451,23 +468,6 @@ class RMSNorm(_Normalization):
         scale = scale_init if use_scale else None
         self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale)
 
-    def __call__(self, x: NamedArray, *, mask: Any = None) -> NamedArray:
-        """Normalises an input.
-
-        Args:
-            x: Has the layer's axes, and any others.
-            mask: Which elements count for the statistics; booleans with axes of ``x``. Where none
-                counts all do.
-
-        Returns:
-            The same axes, in the compute dtype.
-
-        Raises:
-            LayerInputError: If an axis is missing or has another size, or the mask has numbers.
-            NamedAxesError: If the mask has an axis that ``x`` lacks.
-        """
-        return self._normalised(x, mask)
-
 
 class LayerNorm(_Normalization):
     """Normalization by mean and standard deviation.
@@ -517,23 +517,6 @@ class LayerNorm(_Normalization):
     ) -> None:
         scale, bias = scale_init if use_scale else None, bias_init if use_bias else None
         self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale, bias=bias)
-
-    def __call__(self, x: NamedArray, *, mask: Any = None) -> NamedArray:
-        """Normalises an input.
-
-        Args:
-            x: Has the layer's axes, and any others.
-            mask: Which elements count for the statistics; booleans with axes of ``x``. Where none
-                counts all do.
-
-        Returns:
-            The same axes, in the compute dtype.
-
-        Raises:
-            LayerInputError: If an axis is missing or has another size, or the mask has numbers.
-            NamedAxesError: If the mask has an axis that ``x`` lacks.
-        """
-        return self._normalised(x, mask)
 
 
 class Attention(Module):

@@ -26,19 +26,25 @@ from shardax.named.base import (
     Name,
     NamedAxesError,
     NamedStorage,
+    Operand,
+    from_parts,
     mapping,
     parts_of,
     sorted_names,
 )
-from shardax.named.elementwise import Operand, listing, named_sizes
-
-Make = Callable[[Any, Dims], Any]
+from shardax.named.elementwise import listing, named_sizes
 
 
 def run_lifted(
-    make: Make, function: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
+    kind: type[NamedStorage],
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a function of plain arrays along all names of its arguments."""
+    """Calls a function of plain arrays along all names of its arguments.
+
+    Returns the pytree of its result, with named arrays of a kind for the arrays in it.
+    """
     operands, objects, rebuild = _take_apart(function, args, kwargs)
     names = sorted_names(named_sizes(operands))
     inner: list[Dims] = []
@@ -54,15 +60,17 @@ def run_lifted(
 
     # Objects need the vmap that knows of them; without any the plain one does the same, and sooner.
     transform: Callable[..., Any] = vmap if objects else jax.vmap
-    for place, name in enumerate(names):
-        outer_names = names[place + 1 :]  # mapped over outside of this vmap
+    for index, name in enumerate(names):
+        outer_names = names[index + 1 :]  # mapped over outside of this vmap
         axes = []
         for _, dims in operands:
             left = [dim for dim in dims if dim is None or dim not in outer_names]
             axes.append(left.index(name) if name in left else None)
         run = transform(run, in_axes=(axes, None), out_axes=-1, axis_name=name)
     datas = run([data for data, _ in operands], objects)
-    leaves = [make(data, (*dims, *names)) for data, dims in zip(datas, inner, strict=True)]
+    leaves = [
+        from_parts(kind, data, (*dims, *names)) for data, dims in zip(datas, inner, strict=True)
+    ]
     return outer[0].unflatten(leaves)
 
 
@@ -73,22 +81,23 @@ def _take_apart(
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Object):
         args = (function.__self__, *args)
         function = function.__func__
+
     leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=is_whole)
     leaves: list[Any] = [
         _named_value(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves
     ]
-    named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
-    whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
+    named = [index for index, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
+    whole = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 
     def rebuild(datas: Sequence[object], objects: Sequence[object]):
         filled = list(leaves)
-        for place, value in zip((*named, *whole), (*datas, *objects), strict=True):
-            filled[place] = value
+        for index, value in zip((*named, *whole), (*datas, *objects), strict=True):
+            filled[index] = value
         called, positional, keywords = treedef.unflatten(filled)
         return called(*positional, **keywords)
 
-    operands = _laid_out_alike([Operand(*parts_of(leaves[place])) for place in named])
-    return operands, [leaves[place] for place in whole], rebuild
+    operands = _laid_out_alike([parts_of(leaves[index]) for index in named])
+    return operands, [leaves[index] for index in whole], rebuild
 
 
 def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
@@ -96,6 +105,7 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
     # An array in which a name is not split takes the layout of one in which it is.
     if all(explicit_entries(data) is None for data, _ in operands):
         return operands
+
     by_name: dict[Name, Any] = {}
     specs = [tuple(jax.typeof(data).sharding.spec) for data, _ in operands]
     for (_, dims), spec in zip(operands, specs, strict=True):
@@ -108,6 +118,7 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
                     f"argument and over {entry!r} in another: {listing(operands)}. Lay one out as "
                     f"the other: named.constrain(x, {{{name!r}: {by_name[name]!r}}})."
                 )
+
     mesh = next(jax.typeof(data).sharding.mesh for data, _ in operands if explicit_entries(data))
     laid_out = []
     for (data, dims), spec in zip(operands, specs, strict=True):
@@ -147,6 +158,7 @@ def _result(leaf, names: Sequence[Name]) -> Operand:
             f"A function run by nmap returns arrays, or pytrees of them, but returned "
             f"{leaf!r} of type {type(leaf).__name__}."
         )
+
     dims = leaf.dims
     clashing = [name for name in dims if name is not None and name in names]
     if clashing:
@@ -165,7 +177,7 @@ def lifted_method(name: str) -> Callable[..., Any]:
         return getattr(array, name)(*args, **kwargs)
 
     def method(self: NamedStorage, *args, **kwargs) -> Any:
-        return run_lifted(self._make, run, (self, *args), kwargs)
+        return run_lifted(type(self), run, (self, *args), kwargs)
 
     method.__name__ = name
     return method
@@ -176,6 +188,6 @@ def lifted_operator(function: Callable[[Any, Any], object], reflected: bool) -> 
 
     def method(self: NamedStorage, other) -> Any:
         pair = (other, self) if reflected else (self, other)
-        return run_lifted(self._make, function, pair, {})
+        return run_lifted(type(self), function, pair, {})
 
     return method

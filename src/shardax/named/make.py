@@ -20,8 +20,8 @@ from shardax import Variable
 from shardax.extend import explicit_sharding, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, dimension_of, refuse_positional
-from shardax.named.base import from_parts, parts_of
-from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
+from shardax.named.base import Operand, from_parts, parts_of
+from shardax.named.elementwise import align, check_sizes, expand, joined, operand_of
 from shardax.named.lift import run_lifted
 
 
@@ -164,6 +164,7 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
             "comes before the axes: named.normal(key, {'batch': 8}), "
             "named.random(sampler, key, {...})."
         )
+
     sizes_by_name, _ = base.check_sizes_by_name(axes)
     names = base.sorted_names(sizes_by_name)
     shape = tuple(axes[name] for name in names)
@@ -173,6 +174,7 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
             value = value.value
         if isinstance(value, NamedArray):
             options[option] = _beside(option, value, names, sizes)
+
     if not isinstance(key, NamedArray):
         plain = {k: v.data if isinstance(v, NamedArray) else v for k, v in options.items()}
         return NamedArray(sampler(key, shape=shape, **plain), names)
@@ -182,12 +184,8 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
             f"The keys have the axis {twice[0]!r} already: {base.shown(key.dims, key.shape)}. Draw "
             "along other axes only, as each key draws for itself; or take one key of them."
         )
-    draw = functools.partial(sampler, shape=shape)
-    return (
-        run_lifted(functools.partial(from_parts, NamedArray), draw, (key,), options)
-        .tag(*names)
-        .canonical()
-    )
+    drawn = run_lifted(NamedArray, functools.partial(sampler, shape=shape), (key,), options)
+    return drawn.tag(*names).canonical()
 
 
 def _beside(
@@ -203,7 +201,7 @@ def _beside(
             "{old: new})."
         )
     of_keys = tuple(name for name in value.dims if name not in names)
-    data = expand(Operand(*parts_of(value)), (*of_keys, *names))
+    data = expand(parts_of(value), (*of_keys, *names))
     return NamedArray(data, (*of_keys, *(None,) * len(names)))
 
 
@@ -332,6 +330,7 @@ def categorical(
     array = as_named(logits, "categorical")
     dimension_of(array, axis)
     refuse_positional(array, f"categorical draws along all names but {axis!r}")
+
     further, _ = base.check_sizes_by_name(axes or {})
     of_keys = key.axes if isinstance(key, NamedArray) else {}
     for name in further:
@@ -341,21 +340,20 @@ def categorical(
                 f"{'logits' if name in array.axes else 'keys'} have already. Give another name, or "
                 f"leave it out."
             )
+
     sizes = {name: size for name, size in array.axes.items() if name != axis} | dict(axes or {})
     names = tuple(name for name in base.sorted_names(sizes) if name not in of_keys)
     shared = tuple(name for name in array.axes if name in of_keys and name != axis)
-    data = expand(Operand(*parts_of(array)), (*shared, *names, axis))
+    data = expand(parts_of(array), (*shared, *names, axis))
     draw = functools.partial(
         jax.random.categorical, axis=-1, shape=tuple(sizes[name] for name in names)
     )
     if not isinstance(key, NamedArray):
         return NamedArray(draw(key, data), names)
+
+    # Each key draws along names of its own, which its slice of the logits does not have.
     lifted = NamedArray(data, (*shared, *(None,) * (len(names) + 1)))
-    return (
-        run_lifted(functools.partial(from_parts, NamedArray), draw, (key, lifted), {})
-        .tag(*names)
-        .canonical()
-    )
+    return run_lifted(NamedArray, draw, (key, lifted), {}).tag(*names).canonical()
 
 
 def choice(
@@ -397,6 +395,7 @@ def choice(
                 f"position: named.categorical(key, named.nmap(jnp.log)(p), {axis!r})."
             )
         weights = weights.unwrap(axis)
+
     positions = random(
         lambda key, shape: jax.random.choice(key, size, shape, replace, weights), key, axes
     )
@@ -435,8 +434,8 @@ def permutation(key: Any, array: object, axis: object, *, independent: bool = Fa
             "orders its own positions: leave independent out."
         )
     data, dims = parts_of(array.canonical())
-    place = dims.index(axis)
-    shuffle = functools.partial(jax.random.permutation, axis=place, independent=True)
+    dimension = dims.index(axis)
+    shuffle = functools.partial(jax.random.permutation, axis=dimension, independent=True)
     return NamedArray(with_layout(shuffle, explicit_sharding(data), key, data), dims)
 
 
@@ -467,8 +466,12 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
                 f"{base.shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
             )
 
-    def narrowed(data, place: int) -> tuple[int, ...]:
-        return (*data.shape[:place], 1, *data.shape[place + 1 :])  # along the axis sizes may differ
+    def narrowed(data, dimension: int) -> tuple[int, ...]:
+        return (
+            *data.shape[:dimension],
+            1,
+            *data.shape[dimension + 1 :],
+        )  # along the axis sizes may differ
 
     structs = (
         jax.ShapeDtypeStruct(narrowed(data, dims.index(axis)), data.dtype)
@@ -479,13 +482,15 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
     )
     dims = functools.reduce(joined, (operand.dims for operand in operands))
     datas = [expand(operand, dims) for operand in operands]
-    place = dims.index(axis)
-    common = np.broadcast_shapes(*(narrowed(data, place) for data in datas))
+    dimension = dims.index(axis)
+    common = np.broadcast_shapes(*(narrowed(data, dimension) for data in datas))
     full = [
-        jnp.broadcast_to(data, (*common[:place], data.shape[place], *common[place + 1 :]))
+        jnp.broadcast_to(
+            data, (*common[:dimension], data.shape[dimension], *common[dimension + 1 :])
+        )
         for data in datas
     ]
-    return from_parts(NamedArray, jnp.concatenate(full, axis=place), dims)
+    return from_parts(NamedArray, jnp.concatenate(full, axis=dimension), dims)
 
 
 def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
@@ -529,9 +534,11 @@ def unstack(array: NamedArray, axis: object) -> tuple[NamedArray, ...]:
     """
     array = as_named(array, "unstack")
     data, dims = parts_of(array)
-    place = dimension_of(array, axis)
-    remaining = (*dims[:place], *dims[place + 1 :])
-    return tuple(from_parts(NamedArray, part, remaining) for part in jnp.unstack(data, axis=place))
+    dimension = dimension_of(array, axis)
+    remaining = (*dims[:dimension], *dims[dimension + 1 :])
+    return tuple(
+        from_parts(NamedArray, part, remaining) for part in jnp.unstack(data, axis=dimension)
+    )
 
 
 def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
@@ -557,8 +564,9 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
     """
     array = as_named(array, "split")
     data, dims = parts_of(array)
-    place = dimension_of(array, axis)
-    whole = data.shape[place]
+    dimension = dimension_of(array, axis)
+
+    whole = data.shape[dimension]
     if isinstance(sizes, int):
         parts = sizes
         sizes = (whole // parts,) * parts if parts > 0 else ()
@@ -568,7 +576,8 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
             f"sizes that add up, or a number of parts that divides it."
         )
     return tuple(
-        from_parts(NamedArray, part, dims) for part in jax.lax.split(data, tuple(sizes), axis=place)
+        from_parts(NamedArray, part, dims)
+        for part in jax.lax.split(data, tuple(sizes), axis=dimension)
     )
 
 
@@ -600,13 +609,15 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
             "named.where chooses between named arrays, but none was given; for plain ones there "
             "is jnp.where."
         )
-    mate = Operand(*parts_of(first))
+
+    mate = parts_of(first)
     operands = [operand_of(argument, mate) for argument in (x, y, condition)]
     for operand, argument in zip(operands, (x, y, condition), strict=True):
         if operand is NotImplemented:
             raise base.NamedAxesError(
                 f"named.where takes arrays and numbers, but was given {argument!r}."
             )
+
     datas, dims = align([operand for operand in operands if isinstance(operand, Operand)])
     expanded = iter(datas)
     chosen, alternative, mask = (next(expanded) if isinstance(e, Operand) else e for e in operands)
@@ -617,7 +628,7 @@ def _operands(arrays: Sequence[object], function: str) -> list[Operand]:
     operands = [
         Operand(jnp.asarray(array), ())
         if isinstance(array, (bool, int, float, complex))
-        else Operand(*parts_of(as_named(array, function)))
+        else parts_of(as_named(array, function))
         for array in arrays
     ]
     if not operands:

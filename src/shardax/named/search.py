@@ -20,7 +20,7 @@ from shardax.extend import explicit_sharding, joined_sharding, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, dimension_of, refuse_positional
 from shardax.named.base import from_parts, parts_of
-from shardax.named.elementwise import Operand, align
+from shardax.named.elementwise import align
 from shardax.named.lift import run_lifted
 from shardax.nn.parameters import canonical_dtype
 
@@ -90,9 +90,10 @@ def nonzero(
             f"{base.shown(array.dims, array.shape)}. Name all dimensions, x.tag(...)."
         )
     _check_size("nonzero", array, size)
-    places = jnp.nonzero(_gathered(array.data), size=size, fill_value=fill_value)
+    positions = jnp.nonzero(_gathered(array.data), size=size, fill_value=fill_value)
     return {
-        name: NamedArray(place, (axis,)) for name, place in zip(array.dims, places, strict=True)
+        name: NamedArray(indices, (axis,))
+        for name, indices in zip(array.dims, positions, strict=True)
     }
 
 
@@ -169,7 +170,7 @@ def bincount(x: object, axes: base.Axes, *, weights: object = None) -> NamedArra
     name, size = base.one_axis("bincount", axes, _EXAMPLE)
     weights = np.int32(1) if weights is None else weights
     weights = weights if isinstance(weights, NamedArray) else NamedArray(weights, ())
-    (values, amounts), _ = align([Operand(*parts_of(array)), Operand(*parts_of(weights))])
+    (values, amounts), _ = align([parts_of(array), parts_of(weights)])
 
     def count(values: jax.Array, amounts: jax.Array) -> jax.Array:
         values, amounts = jnp.broadcast_arrays(values, amounts)
@@ -215,16 +216,16 @@ def searchsorted(array: object, values: object, axis: object, side: str = "left"
         )
     find = functools.partial(jnp.searchsorted, side=side)
     values = values if isinstance(values, NamedArray) else NamedArray(values, ())
-    edges, searched = Operand(*parts_of(sorted_array)), Operand(*parts_of(values))
+    edges, searched = parts_of(sorted_array), parts_of(values)
     names = base.sorted_names({*sorted_array.axes, *values.axes} - {axis})
-    positional = base.positional_places(searched.dims)
+    positional = base.positional_dimensions(searched.dims)
 
     def run(edge_data: jax.Array, data: jax.Array) -> jax.Array:
         pair = (
             from_parts(NamedArray, edge_data, edges.dims).untag(axis),
             from_parts(NamedArray, data, searched.dims),
         )
-        return run_lifted(functools.partial(from_parts, NamedArray), find, pair, {}).data
+        return run_lifted(NamedArray, find, pair, {}).data
 
     owners = [searched if name in searched.dims else edges for name in names]
     parts = [

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from shardax.extend import Options, explicit_sharding, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, dimension_of
 from shardax.named.base import from_parts, parts_of
-from shardax.named.elementwise import Operand, expand, place_of
+from shardax.named.elementwise import dimension_of_axis, expand
 from shardax.named.lift import run_lifted
 
 
@@ -60,10 +59,10 @@ def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> Na
         )
     values = _as_starts("dynamic_slice", array, starts, sizes)
 
-    def take(data: jax.Array, places: tuple[int, ...], firsts: list[Any]) -> jax.Array:
+    def take(data: jax.Array, dimensions: tuple[int, ...], firsts: list[Any]) -> jax.Array:
         shape, begin = list(data.shape), [np.int32(0)] * data.ndim
-        for place, size, first in zip(places, sizes.values(), firsts, strict=True):
-            shape[place], begin[place] = size, first
+        for dimension, size, first in zip(dimensions, sizes.values(), firsts, strict=True):
+            shape[dimension], begin[dimension] = size, first
         return jax.lax.dynamic_slice(data, begin, shape)
 
     return _along_starts(take, (array,), values)
@@ -112,14 +111,14 @@ def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> 
     values = _as_starts("dynamic_update_slice", array, starts, sizes)
     data, dims = parts_of(array)
     shape = [sizes.get(name, size) for name, size in zip(dims, data.shape, strict=True)]
-    part = jnp.broadcast_to(expand(Operand(*parts_of(update)), dims), shape).astype(data.dtype)
+    part = jnp.broadcast_to(expand(parts_of(update), dims), shape).astype(data.dtype)
 
     def put(
-        data: jax.Array, part: jax.Array, places: tuple[int, ...], firsts: list[Any]
+        data: jax.Array, part: jax.Array, dimensions: tuple[int, ...], firsts: list[Any]
     ) -> jax.Array:
         begin = [np.int32(0)] * data.ndim
-        for place, first in zip(places, firsts, strict=True):
-            begin[place] = first
+        for dimension, first in zip(dimensions, firsts, strict=True):
+            begin[dimension] = first
         return jax.lax.dynamic_update_slice(data, part, begin)
 
     return _along_starts(put, (array, from_parts(NamedArray, part, dims)), values)
@@ -136,6 +135,7 @@ def _as_starts(
             raise base.NamedAxesError(
                 f"{function} has {size} positions along {name!r}, of which the array has {length}."
             )
+
         value: Any = start.value if isinstance(start, Variable) else start
         if Options.is_integer(value):
             value = value + length if value < 0 else value
@@ -145,6 +145,7 @@ def _as_starts(
                     f"of {size} begins at {length - size} at most."
                 )
             value = np.int32(value)
+
         is_named = isinstance(value, NamedArray)
         unfit = np.ndim(value) > 0 and (not is_named or value.positional_shape)
         if unfit or not jnp.issubdtype(getattr(value, "dtype", type(value)), np.integer):
@@ -167,26 +168,27 @@ def _along_starts(function, arrays: tuple[NamedArray, ...], values: Mapping[Any,
     array, names, starts = arrays[0], list(values), list(values.values())
     if not any(isinstance(start, NamedArray) and start.axes for start in starts):
         firsts = [start.data if isinstance(start, NamedArray) else start for start in starts]
-        places = tuple(dimension_of(array, name) for name in names)
+        dimensions = tuple(dimension_of(array, name) for name in names)
 
         def run_whole(*datas: jax.Array) -> jax.Array:
-            return function(*datas[: len(arrays)], places, list(datas[len(arrays) :]))
+            return function(*datas[: len(arrays)], dimensions, list(datas[len(arrays) :]))
 
         layout = explicit_sharding(array.data)
         if layout is not None and len(arrays) == 1:  # what is sliced comes out whole
-            entries = [None if i in places else entry for i, entry in enumerate(layout.spec)]
+            entries = [None if i in dimensions else entry for i, entry in enumerate(layout.spec)]
             layout = NamedSharding(layout.mesh, PartitionSpec(*entries))
         firsts = map(jnp.asarray, firsts)
         data = with_layout(run_whole, layout, *(x.data for x in arrays), *firsts)
         return from_parts(NamedArray, data, array.dims)
+
     count = len(array.positional_shape)
-    places = tuple(range(count, count + len(names)))
+    dimensions = tuple(range(count, count + len(names)))
 
     def run(datas: tuple[jax.Array, ...], firsts: list[Any]) -> jax.Array:
-        return function(*datas, places, firsts)
+        return function(*datas, dimensions, firsts)
 
     untagged = tuple(x.untag(*names) for x in arrays)
-    result = run_lifted(functools.partial(from_parts, NamedArray), run, (untagged, starts), {})
+    result = run_lifted(NamedArray, run, (untagged, starts), {})
     return result.tag(*(None,) * count, *names)
 
 
@@ -223,7 +225,7 @@ def pad(
                 f"pad adds a number of positions at least 0, or a pair of them, before and after, "
                 f"but was given {width!r} for {axis!r}."
             )
-        pairs[place_of(dims, axis)] = (int(pair[0]), int(pair[1]))
+        pairs[dimension_of_axis(dims, axis)] = (int(pair[0]), int(pair[1]))
     return from_parts(NamedArray, jnp.pad(data, pairs, mode, **options), dims)
 
 
@@ -256,7 +258,7 @@ def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
             )
         if not _is_count(count):
             raise base.NamedAxesError(f"tile repeats a number of times, but not {count!r}.")
-        repeats[place_of(dims, axis)] = int(count)
+        repeats[dimension_of_axis(dims, axis)] = int(count)
     return from_parts(NamedArray, jnp.tile(data, repeats), dims)
 
 

@@ -100,10 +100,11 @@ def compare(
     """
     target = Target.parse(target)
     inputs = Inputs(step, args)
-    layouts = _layouts(rules, [meshes] if isinstance(meshes, Mapping) else list(meshes))
-    layouts = [_under(layout, parallel) for layout in layouts]
+    mesh_list = [meshes] if isinstance(meshes, Mapping) else list(meshes)
+    layouts = [_under(layout, parallel) for layout in _layouts(rules, mesh_list)]
     for layout in layouts:
         target.check_mesh(layout.sizes)
+
     reports = reports_of(
         inputs,
         layouts,
@@ -163,10 +164,12 @@ def _under(layout: Layout, parallel: Mapping[str, Any] | None) -> Layout:
             pass
     except (PartitionError, TypeError) as error:
         raise PlanInputError(f"parallel={parallel!r}: {error}") from error
+
     if not isinstance(memory, str):
         raise PlanInputError(
             f"parallel={parallel!r}: optimizer_memory is a kind of memory, such as 'pinned_host'."
         )
+
     return dataclasses.replace(
         layout,
         parallel=tuple(settings.items()),
@@ -292,6 +295,7 @@ def assert_layout(
         >>> found.argument_bytes["parameters"]
         16384
     """
+    # Bounds first, which may be malformed: compiling takes long.
     wire: dict[tuple[str, ...] | None, Check] = {}
     if isinstance(wire_bytes, Mapping):
         for axes, bound in wire_bytes.items():
@@ -300,13 +304,16 @@ def assert_layout(
     elif wire_bytes is not None:
         wire[None] = _parse_bound("wire_bytes", wire_bytes)
     peak = None if peak_bytes is None else _parse_bound("peak_bytes", peak_bytes)
+
     inputs = Inputs(step, args)
     hardware = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
     hardware.check_mesh(mesh)
     layout = _under(layout_of("asserted", rules, mesh), parallel)
+
     # On CPU both efforts give the same program and memory.
     effort = "screen" if hardware.kind == "cpu" else "full"
     (report,) = reports_of(inputs, [layout], hardware, effort, compiler=compiler, cache=None)
+
     problems = list(_problems(report, wire, peak, replicated_params))
     if problems:
         listed = "\n  ".join(problems)
@@ -347,6 +354,7 @@ def _problems(
     if report.time is None:
         yield f"it was {report.outcome}: {report.reason}"
         return
+
     moved = report.wire_bytes("axes")
     for axes in wire:
         unknown = [axis for axis in axes or () if axis not in report.layout.sizes]
@@ -356,10 +364,12 @@ def _problems(
         wrong = check(report.total_wire_bytes if axes is None else moved.get(axes, 0.0))
         if wrong:
             yield "\n    ".join([wrong, *_largest(report, axes)])
+
     if peak is not None and report.peak_bytes is not None:
         wrong = peak(report.peak_bytes)
         if wrong:
             yield wrong
+
     if isinstance(replicated, int):
         if len(report.replicated) != replicated:
             paths = ", ".join(report.replicated) or "none"
@@ -369,13 +379,11 @@ def _problems(
 
 
 def _largest(report: LayoutReport, axes: tuple[str, ...] | None) -> list[str]:
-    """The collectives with the most bytes, one a line."""
-    moved = [
-        collective for collective in report.collectives if axes is None or collective.axes == axes
-    ]
+    """Returns descriptions of the collectives with the most bytes."""
+    moved = [each for each in report.collectives if axes is None or each.axes == axes]
+    largest = sorted(moved, key=lambda each: -each.wire_bytes)[:_SHOWN]
     return [
-        f"{collective.wire_bytes:,.0f} B {collective.kind} "
-        f"over {'+'.join(collective.axes) or 'other groups'} "
-        f"({collective.runs} x) at {collective.source or collective.op_name or collective.name}"
-        for collective in sorted(moved, key=lambda collective: -collective.wire_bytes)[:_SHOWN]
+        f"{each.wire_bytes:,.0f} B {each.kind} over {'+'.join(each.axes) or 'other groups'} "
+        f"({each.runs} x) at {each.source or each.op_name or each.name}"
+        for each in largest
     ]

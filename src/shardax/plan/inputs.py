@@ -14,16 +14,17 @@ arrays), or ``"other"`` (caches, random streams, statistics).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardax import LogicallyPartitioned, OptState, Param, Quantized, Rules, Variable, abstract
 from shardax.extend import (
@@ -34,6 +35,7 @@ from shardax.extend import (
     PyTree,
     TreeInventory,
     TreeLayout,
+    axis_names_in,
     byte_count,
     format_path,
     mesh_axes_of,
@@ -130,40 +132,34 @@ class Inputs:
                 f"The arguments are {type(args).__name__}; give a tuple of the step's positional "
                 "arguments, as in plan.compare(train_step, (model, optimizer, batch), ...)."
             )
+
         self.step = step
         self.args = tuple(args)
         self.names = _argument_names(step, args)
         self.tree = {
-            name: jax.tree.map(
-                lambda leaf: (
-                    _Named(leaf.struct, leaf.axes) if isinstance(leaf, NamedShape) else leaf
-                ),
-                arg,
-                is_leaf=_is_part,
-            )
+            name: jax.tree.map(_boxed, arg, is_leaf=_is_part)
             for name, arg in zip(self.names, args, strict=True)
         }
-        self._inventory = TreeInventory(self.tree)
+
+        self.inventory = TreeInventory(self.tree)
         states = _optax_states(self.tree)
-        subjects = self._inventory.filter_subjects()
+        subjects = self.inventory.filter_subjects()
         self.kinds = [
             _kind(leaf.path, leaf.variable, subject.like, states)
-            for leaf, subject in zip(self._inventory.leaves, subjects, strict=True)
+            for leaf, subject in zip(self.inventory.leaves, subjects, strict=True)
         ]
         self._check_named()
 
-    def _unnamed(self) -> list[str]:
-        """Returns parameters and arrays of the batch without axis names."""
-        return [
+    def _check_named(self) -> None:
+        """Raises for parameters and arrays of the batch without axis names."""
+        unnamed = [
             label(info.path)
-            for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True)
-            if kind in ("parameters", "batch") and leaf.axes is None
+            for leaf in self.leaves_of("parameters", "batch")
+            if leaf.axes is None
             for info in leaf.arrays
             if info.shape and info.axes is None
         ]
 
-    def _check_named(self) -> None:
-        unnamed = self._unnamed()
         if unnamed:
             more = f" and {len(unnamed) - _LISTED} more" if len(unnamed) > _LISTED else ""
             raise PlanInputError(
@@ -174,30 +170,36 @@ class Inputs:
                 "None is for a dimension that is never split."
             )
 
+    def leaves_of(self, *kinds: str) -> Iterator[Any]:
+        """Yields the leaves of the inventory that are of some kinds."""
+        for leaf, kind in zip(self.inventory.leaves, self.kinds, strict=True):
+            if kind in kinds:
+                yield leaf
+
+    def names_on(self, *kinds: str) -> tuple[str, ...]:
+        """Returns the axis names on arguments of some kinds, in order of first use."""
+        names: dict[str, None] = {}
+        for leaf in self.leaves_of(*kinds):
+            for info in leaf.arrays:
+                names |= dict.fromkeys(axis_names_in(leaf.names_of(info) or ()))
+        return tuple(names)
+
     @property
     def logical_names(self) -> tuple[str, ...]:
         """Every axis name of the arguments, in order of first use."""
-        names: dict[str, None] = {}
-        for leaf in self._inventory.leaves:
-            for info in leaf.arrays:
-                for name in leaf.names_of(info) or ():
-                    for logical in name if isinstance(name, tuple) else (name,):
-                        if isinstance(logical, str):
-                            names[logical] = None
-        return tuple(names)
+        return self.names_on(*KINDS)
 
     @property
     def batch_names(self) -> frozenset[str]:
         """Names of the first dimensions of arguments of the kind ``"batch"``."""
-        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
-        axes = [leaf.axes for leaf, kind in leaves if kind == "batch"]
+        axes = [leaf.axes for leaf in self.leaves_of("batch")]
         return frozenset(names[0] for names in axes if names and isinstance(names[0], str))
 
     @property
     def tokens(self) -> int:
         """Elements of the batch's first integer array, or 0."""
-        for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
-            for info in leaf.arrays if kind == "batch" else ():
+        for leaf in self.leaves_of("batch"):
+            for info in leaf.arrays:
                 if jax.numpy.issubdtype(info.dtype, jax.numpy.integer):
                     return math.prod(info.shape)
         return 0
@@ -205,27 +207,18 @@ class Inputs:
     @property
     def parameters(self) -> int:
         """Numbers in all parameters."""
-        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
-        arrays = [info for leaf, kind in leaves if kind == "parameters" for info in leaf.arrays]
-        return sum(math.prod(info.shape) for info in arrays)
+        return sum(map(math.prod, self.parameter_shapes))
 
     @property
     def parameter_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of all parameters, sorted."""
-        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
-        arrays = [info for leaf, kind in leaves if kind == "parameters" for info in leaf.arrays]
-        return sorted(tuple(info.shape) for info in arrays)
+        leaves = self.leaves_of("parameters")
+        return sorted(tuple(info.shape) for leaf in leaves for info in leaf.arrays)
 
-    @property
-    def whole_bytes(self) -> dict[str, int]:
-        """Bytes of the whole arguments by kind, as one device would hold them."""
-        totals: dict[str, int] = {}
-        for kind in KINDS:
-            totals[kind] = 0
-
-        for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
-            totals[kind] += sum(byte_count(info.shape, info.dtype) for info in leaf.arrays)
-        return totals
+    def whole_bytes(self, *kinds: str) -> int:
+        """Returns the bytes of whole arguments of some kinds, as one device would hold them."""
+        arrays = [info for leaf in self.leaves_of(*kinds) for info in leaf.arrays]
+        return sum(byte_count(info.shape, info.dtype) for info in arrays)
 
     def shapes(self) -> tuple[Any, ...]:
         """Returns the arguments as shapes without a layout, for tracing."""
@@ -252,68 +245,72 @@ class Inputs:
     def place(
         self, layout: Layout, mesh: AnyMesh | None = None, *, with_args: bool = True
     ) -> Placed:
-        """Lays the arguments out over a mesh, by default an abstract one."""
-        sizes = layout.sizes
-        where = mesh if mesh is not None else auto_mesh(sizes)
+        """Returns the arguments laid out over a mesh, by default an abstract one."""
+        if mesh is None:
+            mesh = auto_mesh(layout.sizes)
         # No rules at all would be taken for rules that were forgotten.
         rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
         options: dict[str, Any] = {
             "overrides": self._for_optimizer(layout.optimizer_rules),
             "memory_kind": self._for_optimizer(layout.optimizer_memory),
         }
-        tree_layout = TreeLayout(self._inventory, where, rules, **options, function="plan")
-        errors = tuple(
-            str(diagnostic)
-            for diagnostic in tree_layout.diagnostics
-            if diagnostic.severity == "error"
-        )
+        tree_layout = TreeLayout(self.inventory, mesh, rules, **options, function="plan")
+        errors = [str(each) for each in tree_layout.diagnostics if each.severity == "error"]
         if errors:
-            return Placed(errors=errors)
-        sizes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
-        whole: dict[str, int] = {}
+            return Placed(errors=tuple(errors))
+
+        bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+        replicated: dict[str, int] = {}  # parameters by path, with their bytes
         arrays: list[ArrayLayout] = []
-        given_way: set[Path] = set()  # arrays in which one name is meant to give way to another
-        placed = tree_layout.shardings()
-        for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, placed, strict=True):
+        gives_way: set[Path] = set()  # arrays in which one name is meant to give way to another
+        shardings_of_leaves = tree_layout.shardings()
+        for leaf, kind, shardings in zip(
+            self.inventory.leaves, self.kinds, shardings_of_leaves, strict=True
+        ):
             for info, sharding in zip(leaf.arrays, shardings, strict=False):
                 size = byte_count(sharding.shard_shape(info.shape), info.dtype)
                 if kind != "optimizer" or not layout.optimizer_memory:  # else on the host
-                    sizes_by_kind[kind] += size
+                    bytes_by_kind[kind] += size
                 if kind in ("parameters", "batch"):
-                    struct = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
-                    names = leaf.names_of(info)
-                    arrays.append(_array_layout(label(info.path), struct, kind, names))
+                    arrays.append(_array_layout(leaf, info, kind, sharding.spec))
                 if kind == "parameters" and sharding.is_fully_replicated:
-                    whole[label(info.path)] = size
+                    replicated[label(info.path)] = size
                 if kind == "batch" or (kind == "optimizer" and layout.optimizer_rules):
-                    given_way.add(info.path)
-        warnings = tuple(
-            str(diagnostic)
-            for diagnostic in tree_layout.diagnostics
-            if diagnostic.severity == "warning"
+                    gives_way.add(info.path)
+
+        warnings = [
+            str(each)
+            for each in tree_layout.diagnostics
+            if each.severity == "warning"
             # A batch's later dimensions are meant to give way to its first.
-            and not (diagnostic.code == "mesh-axis-conflict" and diagnostic.path in given_way)
+            and not (each.code == "mesh-axis-conflict" and each.path in gives_way)
+        ]
+        placed = Placed(
+            argument_bytes=bytes_by_kind,
+            replicated=tuple(sorted(replicated, key=lambda path: (-replicated[path], path))),
+            arrays=tuple(arrays),
+            warnings=tuple(warnings),
         )
-        return Placed(
-            self._positional(self.abstract(where, rules, **options)) if with_args else (),
-            self._positional(tree_layout.entries(placed)) if with_args else (),
-            sizes_by_kind,
-            tuple(sorted(whole, key=lambda path: (-whole[path], path))),
-            tuple(arrays),
-            warnings=warnings,
+        if not with_args:
+            return placed
+        return dataclasses.replace(
+            placed,
+            args=self._positional(self.abstract(mesh, rules, **options)),
+            shardings=self._positional(tree_layout.entries(shardings_of_leaves)),
         )
 
     def _for_optimizer(self, value: object) -> list[tuple[Any, Any]] | None:
         """A value for the optimizer's state alone, by filter."""
         if not value:
             return None
-        pairs = zip(self._inventory.leaves, self.kinds, strict=True)
-        paths = {leaf.path for leaf, kind in pairs if kind == "optimizer"}
+
+        paths = {leaf.path for leaf in self.leaves_of("optimizer")}
         if not paths:
             raise PlanInputError(
                 "The layout says where the optimizer's state is, but the step has none among its "
                 "arguments: give it the sx.train.Optimizer, as in (model, optimizer, batch)."
             )
+        # ``Rules`` takes a list of pairs.
         value = list(value) if isinstance(value, tuple) else value
         return [(lambda path, _: path in paths, value)]
 
@@ -344,11 +341,17 @@ def _argument_names(step: Callable[..., object], args: Sequence[object]) -> tupl
             f"The step takes {signature}, but was given {len(args)} arguments: {error}. Give all "
             "of its positional arguments as one tuple."
         ) from error
+
     names: list[str] = []
     for name, value in bound.arguments.items():
         several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         names += [f"{name}[{i}]" for i in range(len(value))] if several else [name]
     return tuple(names)
+
+
+def _boxed(leaf: object) -> object:
+    """Returns the box of a ``NamedShape``; anything else is itself."""
+    return _Named(leaf.struct, leaf.axes) if isinstance(leaf, NamedShape) else leaf
 
 
 def _is_part(value: object) -> bool:
@@ -377,18 +380,15 @@ def _kind(
     return "parameters" if issubclass(kind, (Param, Quantized, AxisMetadata)) else "other"
 
 
-def _array_layout(
-    name: str, array: jax.ShapeDtypeStruct, kind: str, axes: tuple[Any, ...] | None
-) -> ArrayLayout:
-    rank = len(array.shape)
-    spec = array.sharding.spec
+def _array_layout(leaf, info, kind: str, spec: PartitionSpec) -> ArrayLayout:
+    rank = len(info.shape)
     return ArrayLayout(
-        name,
-        kind,
-        tuple(array.shape),
-        array.dtype.name,
-        tuple(axes or (None,) * rank),
-        tuple(mesh_axes_of(entry) for entry in (*spec, *(None,) * (rank - len(spec)))),
+        path=label(info.path),
+        kind=kind,
+        shape=tuple(info.shape),
+        dtype=info.dtype.name,
+        names=tuple(leaf.names_of(info) or (None,) * rank),
+        spec=tuple(mesh_axes_of(entry) for entry in (*spec, *(None,) * (rank - len(spec)))),
     )
 
 
@@ -403,12 +403,14 @@ def needs_no_values() -> Generator[None]:
         jax.errors.TracerIntegerConversionError,
         jax.errors.NonConcreteBooleanIndexError,
     ) as error:
+        # The innermost line that is neither JAX's nor shardax's.
         line, frame = "", error.__traceback__
-        while frame is not None:  # the innermost line that is neither JAX's nor shardax's
+        while frame is not None:
             name = frame.tb_frame.f_globals.get("__name__", "")
             if name.partition(".")[0] not in ("jax", "shardax", "contextlib"):
                 line = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
             frame = frame.tb_next
+
         raise PlanInputError(
             f"The step needs concrete values{line}, but is planned from shapes alone. Compute with "
             "jax.numpy and sx.cond or sx.while_loop there, or make the value static. JAX says: "

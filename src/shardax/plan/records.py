@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,16 @@ class Layout:
         if self.optimizer_memory:
             words["optimizer_memory"] = self.optimizer_memory
         return words
+
+    @property
+    def axes_of(self) -> dict[str, tuple[str, ...]]:
+        """Mesh axes of each logical name."""
+        return {name: mesh_axes_of(axes) for name, axes in self.rules}
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Returns over how many devices axes split together; those that the mesh lacks do not."""
+        sizes = self.sizes
+        return math.prod(sizes.get(axis, 1) for axis in axes)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -304,14 +314,12 @@ class LayoutReport:
     @property
     def total_wire_bytes(self) -> float:
         """Wire bytes of all collectives."""
-        return sum(collective.wire_bytes for collective in self.collectives)
+        return sum(each.wire_bytes for each in self.collectives)
 
     @property
     def cross_slice_bytes(self) -> float:
         """Wire bytes of collectives between slices."""
-        return sum(
-            collective.wire_bytes for collective in self.collectives if collective.crosses_slices
-        )
+        return sum(each.wire_bytes for each in self.collectives if each.crosses_slices)
 
     @property
     def asynchronous_share(self) -> float:
@@ -319,10 +327,7 @@ class LayoutReport:
         total = self.total_wire_bytes
         if not total:
             return 0.0
-        return (
-            sum(collective.wire_bytes for collective in self.collectives if collective.asynchronous)
-            / total
-        )
+        return sum(each.wire_bytes for each in self.collectives if each.asynchronous) / total
 
 
 def to_data(report: LayoutReport) -> dict[str, Any]:
@@ -334,20 +339,23 @@ def to_data(report: LayoutReport) -> dict[str, Any]:
 
 def from_data(data: Mapping[str, object]) -> LayoutReport:
     """Returns the report written by ``to_data``, also after JSON."""
-    fields = {n: _tuples(value) for n, value in data.items() if n != "total_wire_bytes"}
+    fields = {name: _tuples(value) for name, value in data.items() if name != "total_wire_bytes"}
     fields["layout"] = Layout(**fields["layout"])
     fields["collectives"] = tuple(Collective(**entry) for entry in fields["collectives"])
     fields["arrays"] = tuple(ArrayLayout(**entry) for entry in fields.get("arrays", ()))
-    fields["time"] = TimeBand(**fields["time"]) if fields["time"] else None
-    if expected := fields.get("expected"):
+    if fields["time"]:
+        fields["time"] = TimeBand(**fields["time"])
+    if fields["provenance"]:
+        fields["provenance"] = Provenance(**fields["provenance"])
+    expected = fields.get("expected")
+    if expected:
         parts = StepParts(**expected.pop("parts"))
         fields["expected"] = ExpectedTime(**expected, parts=parts)
-    fields["provenance"] = Provenance(**fields["provenance"]) if fields["provenance"] else None
     return LayoutReport(**fields)
 
 
 def _tuples(value: object) -> Any:
-    """The value with tuples for the lists of JSON."""
+    """Returns a value with tuples for the lists of JSON."""
     if isinstance(value, dict):
         return {name: _tuples(item) for name, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
@@ -359,7 +367,7 @@ _OUTCOMES = ("fits", "does not fit", "rejected", "failed")
 
 
 def rank(report: LayoutReport) -> tuple[Any, ...]:
-    """The sort key of reports, the best first."""
+    """Returns the sort key of a report, the best first."""
     seconds = report.seconds_per_example
     return (
         _OUTCOMES.index(report.outcome),
@@ -427,15 +435,18 @@ class Plan:
             peak, limit = report.peak_bytes or 0, report.limit_bytes
             if report.outcome == "fits" and (limit is None or peak <= fits * limit):
                 return report
+
         if not self.reports:
             raise PlanInputError(
                 f"No layout was compiled for {self.target}. {'; '.join(self.notes)}".strip()
             )
+
         start = f"None of {len(self)} layouts fits into {fits:g} of the memory of {self.target}. "
         measured = [r for r in self.reports if r.peak_bytes is not None and r.limit_bytes]
         if not measured:
             reasons = "; ".join(f"{r.layout.name!r}: {r.reason}" for r in self.reports[:3])
             raise PlanInputError(start + reasons)
+
         nearest = min(measured, key=lambda report: report.peak_bytes or 0)
         raise PlanInputError(
             f"{start}{nearest.layout.name!r} needs least: {nearest.peak_bytes:,} of "
@@ -480,6 +491,7 @@ class Plan:
             raise PlanFileError(f"{path}: there is no such file.") from error
         except (OSError, ValueError, RecursionError) as error:
             raise PlanFileError(f"{path}: cannot be read as JSON: {error}.") from error
+
         written = data.get("shardax plan") if isinstance(data, dict) else None
         if written != _FORMAT:
             content = "no plan of shardax" if written is None else f"a plan of format {written}"
@@ -487,6 +499,7 @@ class Plan:
                 f"{path} holds {content}; this version reads format {_FORMAT}. Make it anew: "
                 "shardax plan ... --json FILE."
             )
+
         try:
             reports = tuple(from_data(report_data) for report_data in data["reports"])
             return cls(data["target"], reports, tuple(data["notes"]))

@@ -176,6 +176,7 @@ def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:
         raise PartitionError(
             f"A rules file holds one layout or several of distinct names, not {names!r}."
         )
+
     blocks = ["\n".join(_comments(notes))] if notes else []
     for entry in entries:
         table = entry_to_data(entry)
@@ -188,19 +189,24 @@ def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:
 
 
 def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[NamedRules, ...]:
-    """Returns the layouts of a rules file's text."""
-    # ``where`` is the file, for errors; ``name`` that of a layout at its top.
+    """Returns the layouts of a rules file's text.
+
+    ``where`` is the file, for errors; ``name`` that of a layout at its top.
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PartitionError(f"{where}: not TOML: {error}.") from error
     if "layouts" not in data:
         return (entry_from_data(data, where, name),)
-    if unknown_keys := [key for key in data if key != "layouts"]:
+
+    unknown_keys = [key for key in data if key != "layouts"]
+    if unknown_keys:
         raise PartitionError(
             f"{where}: {', '.join(map(repr, unknown_keys))} beside 'layouts'. The keys of a layout "
             'belong into its own table: [layouts."name"], and below it rules = [...].'
         )
+
     tables = data["layouts"]
     if not isinstance(tables, dict) or not tables:
         raise PartitionError(
@@ -216,18 +222,18 @@ def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[Na
 def entry_to_data(entry: NamedRules) -> dict[str, Any]:
     """Returns a layout as JSON or TOML data; ``entry_from_data`` is its inverse."""
     rules = entry.rules
-    data: dict[str, Any] = {"rules": [[name, _target(to)] for name, to in rules]}
+    data: dict[str, Any] = {"rules": _pairs_to_data(rules)}
     if entry.mesh is not None:
         data["mesh"] = dict(entry.mesh)
     if rules.on_conflict != "first":
         data["on_conflict"] = rules.on_conflict
     if rules.on_unmapped != "replicate":
         data["on_unmapped"] = rules.on_unmapped
+
     if entry.parallel:
         data["parallel"] = dict(entry.parallel)
     if entry.optimizer_rules:
-        pairs = Rules(list(entry.optimizer_rules))
-        data["optimizer_rules"] = [[name, _target(to)] for name, to in pairs]
+        data["optimizer_rules"] = _pairs_to_data(Rules(list(entry.optimizer_rules)))
     if entry.optimizer_memory:
         data["optimizer_memory"] = entry.optimizer_memory
     return data
@@ -238,6 +244,7 @@ def entry_from_data(table: object, where: str, name: str, key: str = "") -> Name
     at = f"{key}." if key else ""
     if not isinstance(table, Mapping):
         raise PartitionError(f"{where}: {key} is {table!r}, not a table with {_EXAMPLE}.")
+
     for option in table:
         if option not in _KEYS:
             raise PartitionError(
@@ -246,14 +253,18 @@ def entry_from_data(table: object, where: str, name: str, key: str = "") -> Name
             )
     if "rules" not in table:
         raise PartitionError(f"{where}: {at}rules is missing. Write {_EXAMPLE}.")
+
     try:
         rules = Rules(_pairs(table["rules"]), table.get("on_conflict"), table.get("on_unmapped"))
     except PartitionError as error:
         raise PartitionError(f"{where}: {at}rules: {error} In a file: {_EXAMPLE}.") from error
     settings = _beside_rules(table, where, at)
-    if "mesh" not in table:
-        return NamedRules(name, rules, **settings)
-    mesh = table["mesh"]
+    mesh = _mesh_from_data(table["mesh"], where, at) if "mesh" in table else None
+    return NamedRules(name, rules, mesh, **settings)
+
+
+def _mesh_from_data(mesh: object, where: str, at: str) -> tuple[tuple[str, int], ...]:
+    """Returns the sizes of mesh axes of a table."""
     if not isinstance(mesh, dict):
         raise PartitionError(
             f"{where}: {at}mesh is {mesh!r}, not sizes by mesh axis. Write "
@@ -265,7 +276,7 @@ def entry_from_data(table: object, where: str, name: str, key: str = "") -> Name
                 f"{where}: {at}mesh.{axis} is {size!r}; the size of a mesh axis is an integer from "
                 f"1, as in mesh = {{ {axis} = 4 }}."
             )
-    return NamedRules(name, rules, tuple(mesh.items()), **settings)
+    return tuple(mesh.items())
 
 
 def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, Any]:
@@ -279,12 +290,14 @@ def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, An
             f"{where}: {at}parallel is {settings!r}: {error} In a file: parallel = {{ microbatches "
             "= 8 }."
         ) from error
+
     memory = table.get("optimizer_memory", "")
     if not isinstance(memory, str):
         raise PartitionError(
             f"{where}: {at}optimizer_memory is {memory!r}, not a kind of memory such as "
             '"pinned_host".'
         )
+
     try:
         pairs = Rules(_pairs(table.get("optimizer_rules", [])))
     except PartitionError as error:
@@ -299,16 +312,24 @@ def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, An
 
 
 def _pairs(value: object) -> Any:
-    """The rules as ``Rules`` takes them."""
+    """Returns rules as ``Rules`` takes them, from a table or a list of pairs.
+
+    What is no rule stays as it is, for ``Rules`` to refuse.
+    """
     pairs = list(value.items()) if isinstance(value, dict) else value
-    if not isinstance(pairs, list):
-        return value  # for Rules to refuse
-    return [
-        [pair[0], UNCONSTRAINED if pair[1] == {"unconstrained": True} else pair[1]]
-        if isinstance(pair, (list, tuple)) and len(pair) == 2
-        else pair
-        for pair in pairs
-    ]
+    return [_pair(pair) for pair in pairs] if isinstance(pairs, list) else pairs
+
+
+def _pair(pair: Any) -> Any:
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        return pair
+    name, axes = pair
+    return [name, UNCONSTRAINED if axes == {"unconstrained": True} else axes]
+
+
+def _pairs_to_data(rules: Rules) -> list[Any]:
+    """Returns rules as pairs of JSON or TOML data."""
+    return [[name, _target(axes)] for name, axes in rules]
 
 
 def _target(axes):
@@ -318,7 +339,7 @@ def _target(axes):
 
 
 def _toml(value: object) -> str:
-    """A TOML value, with strings and quoted keys as in JSON."""
+    """Returns a TOML value, with strings and quoted keys as in JSON."""
     if isinstance(value, dict):
         pairs = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"

@@ -16,14 +16,9 @@ import shardax as sx
 from shardax.partition.assignment import mesh_axes_of
 from shardax.plan import Layout, NamedShape
 from shardax.plan.inputs import Inputs
-from shardax.plan.searching.candidates import (
-    SearchSpace,
-    find_candidates,
-    mesh_shapes,
-    names_of_batch,
-    search_space,
-)
+from shardax.plan.searching.candidates import find_candidates
 from shardax.plan.searching.dimensions import trace_dimensions
+from shardax.plan.searching.space import SearchSpace, mesh_shapes, search_space
 from tests.planner.plan.steps import decoder, param, perceptron
 
 SMALL = Inputs(*perceptron(batch=32, embed=16, mlp=64))
@@ -34,12 +29,12 @@ OF_DECODER = trace_dimensions(DECODER)
 
 def space_of(devices: int = 4, **options: Any) -> SearchSpace:
     meshes = options.pop("meshes", mesh_shapes(devices, ("data", "model")))
-    return search_space(DIMENSIONS, meshes, activations=names_of_batch(SMALL), **options)
+    return search_space(DIMENSIONS, meshes, activations=SMALL.names_on("batch"), **options)
 
 
 def space_of_decoder(devices: int = 4, **options: Any) -> SearchSpace:
     meshes = mesh_shapes(devices, ("data", "model"))
-    return search_space(OF_DECODER, meshes, activations=names_of_batch(DECODER), **options)
+    return search_space(OF_DECODER, meshes, activations=DECODER.names_on("batch"), **options)
 
 
 def named(layout: Layout) -> dict[str, Any]:

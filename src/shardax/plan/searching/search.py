@@ -36,10 +36,10 @@ from shardax.plan.records import LayoutReport, Plan
 from shardax.plan.report.progress import progress_for
 from shardax.plan.searching.candidates import Candidates
 from shardax.plan.searching.dimensions import DimensionModel
+from shardax.plan.searching.settings import checked_settings
 from shardax.plan.searching.stages import NO_ROOM, StagedSearch
 from shardax.plan.searching.steps import (
     ComparedStep,
-    checked_settings,
     list_candidates,
     most_promising_first,
     notes_of_steps,
@@ -184,6 +184,7 @@ def _check_options(effort: str, top: int | None, finalists: int, within: float |
 def _traced_plan(target: Target, steps: Sequence[ComparedStep], top: int | None) -> Plan:
     """Returns the plan of uncompiled candidates, in the order of their times as traced."""
     reports: list[LayoutReport] = []
+
     for candidate in most_promising_first(steps, target)[:top]:
         inputs = candidate.step.inputs
         chips = candidate.layout.devices / target.hardware.devices_per_chip

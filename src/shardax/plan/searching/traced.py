@@ -15,52 +15,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardax._parallel.pipeline import bubble_share
 from shardax.extend import axis_names_in, mesh_axes_of
 from shardax.hlo import MatrixProduct
-from shardax.plan.hardware.targets import Target
 from shardax.plan.records import Layout
 from shardax.plan.searching.dimensions import DimensionModel, Product, ProductDimension
-from shardax.plan.timing.workload import ExpectedTime, Transfer, Workload, expected_time, role_of
-from shardax.plan.timing.workload import group_stride as stride_of
+from shardax.plan.timing.workload import Transfer, Workload, group_stride, role_of
 
 _PASSES = 2.5  # of the memory over a product's result, until the next product reads it
 _STATE_PASSES = 2.0  # over an argument: read and written
 _GRADIENT_PASSES = 3.0  # over gradients: written, and read for their norm and the update
 # Which of left operand, right operand and result have a dimension, by its role.
-_OPERANDS: dict[str, tuple[int, ...]] = {
-    "batch": (0, 1, 2),
-    "left": (0, 2),
-    "right": (1, 2),
-    "sum": (0, 1),
-    "rows": (0, 2),
-    "terms": (0, 1),
-    "group": (1,),
-    "sums": (2,),
+_LEFT, _RIGHT, _RESULT = 0, 1, 2
+_ARRAYS: dict[str, tuple[int, ...]] = {
+    "batch": (_LEFT, _RIGHT, _RESULT),
+    "left": (_LEFT, _RESULT),
+    "right": (_RIGHT, _RESULT),
+    "sum": (_LEFT, _RIGHT),
+    "rows": (_LEFT, _RESULT),
+    "terms": (_LEFT, _RIGHT),
+    "group": (_RIGHT,),
+    "sums": (_RESULT,),
 }
 _GROUPS = ("group", "sums")
-
-
-def traced_time(
-    layout: Layout,
-    dimensions: DimensionModel,
-    target: Target,
-    *,
-    batch_names: frozenset[str],
-    argument_bytes: Mapping[str, int],
-    figures: Mapping[str, float] | None = None,
-    splits: Splits | None = None,
-) -> ExpectedTime:
-    """Returns the expected seconds of a traced step in a layout."""
-    # ``splits`` keeps the products of equal rules, for layouts that differ in settings alone.
-    work = traced_workload(
-        layout, dimensions, batch_names, argument_bytes, kind=target.hardware.kind, splits=splits
-    )
-    return expected_time(work, target.hardware, layout.sizes, slices=target.slices, figures=figures)
+_COLLECTIVES_OF_LAYER = {"parameters": 2, "gradients": 1}  # in each pass, and once
 
 
 def traced_workload(
@@ -70,286 +52,344 @@ def traced_workload(
     argument_bytes: Mapping[str, int],
     *,
     kind: str = "gpu",
-    splits: Splits | None = None,
+    sharded: Sequence[ShardedProduct] | None = None,
 ) -> Workload:
-    """Returns the work of one device in a layout."""
-    width = 4.0 if dimensions.dtype == "float32" else 2.0
-    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
-    batch_axes = frozenset(axis for name in batch_names for axis in axes_of.get(name, ()))
-    pipeline = _pipeline_of(layout, dimensions)
+    """Returns the work of one device in a layout.
+
+    ``sharded`` are the products of layouts with these rules and mesh, if they are known already.
+    """
+    if sharded is None:
+        sharded = sharded_products(layout, dimensions, batch_names)
+    width = _width(dimensions.dtype)
+    pipeline = _StagesOfLayout.of(layout, dimensions)
     products: list[MatrixProduct] = []
-    transfers = list(_stage_transfers(pipeline, layout, dimensions, width))
+    transfers = list(pipeline.transfers(layout, dimensions, width))
+
+    # What the optimizer reads and writes.
+    parameter_bytes = argument_bytes.get("parameters", 0)
     traffic = _STATE_PASSES * sum(argument_bytes.values())
     if argument_bytes.get("optimizer"):
-        traffic += _GRADIENT_PASSES * argument_bytes.get("parameters", 0)
+        traffic += _GRADIENT_PASSES * parameter_bytes
     if layout.optimizer_rules:  # each device updates its part of parameters, and gathers the others
         axes = {axis for _, target in layout.optimizer_rules for axis in mesh_axes_of(target)}
-        size = math.prod(layout.sizes[axis] for axis in axes)
-        stride = stride_of(layout.sizes, list(axes))
-        payload = argument_bytes.get("parameters", 0)
-        transfers.append(Transfer("all-gather", "parameters", payload, size, stride))
-    splits = {} if splits is None else splits
-    key = layout.rules, layout.mesh
-    if key not in splits:
-        splits[key] = [
-            _ProductShards(product, layout, axes_of, batch_names) for product in dimensions.products
-        ]
-    for split in splits[key]:
-        product = split.product
+        stride = group_stride(layout.sizes, list(axes))
+        gather = Transfer("all-gather", "parameters", parameter_bytes, layout.ways(axes), stride)
+        transfers.append(gather)
+
+    weights = pipeline.weights
+    for shards in sharded:
+        product = shards.product
         is_staged = bool(product.loops & pipeline.names)
         busy = pipeline.stages * (1 - pipeline.bubble) if is_staged else 1.0
         parts = pipeline.microbatches if is_staged else 1
-        local = split.matrices(dimensions.dtype, parts, product.runs / busy)
-        if split.is_ragged:
-            local, masked = split.ragged(local, kind)
+        local = shards.matrices(parts, product.runs / busy)
+        if shards.is_ragged:
+            local, masked = shards.ragged(local, kind)
             traffic += width * masked * local.runs
         products.append(local)
         traffic += _PASSES * width * local.rows * local.columns * local.batch * local.runs
-        for transfer, names in split.transfers(width, batch_axes):
-            of_weights = is_staged and bool(names) and names <= pipeline.weights
-            times = (parts if of_weights else 1) / busy
+
+        # Weights of a stage are gathered for each microbatch.
+        for transfer, names in shards.transfers():
+            is_of_weights = is_staged and bool(names) and names <= weights
+            times = (parts if is_of_weights else 1) / busy
             transfers.append(dataclasses.replace(transfer, runs=transfer.runs * times))
     return Workload(products, traffic, _combined(transfers))
 
 
-_JOINED = {"parameters": 2, "gradients": 1}  # collectives of a layer: in each pass, and once
+def _width(dtype: str) -> float:
+    """Returns the bytes of an element of a product."""
+    return 4.0 if dtype == "float32" else 2.0
 
 
 def _combined(transfers: Sequence[Transfer]) -> list[Transfer]:
     """Joins collectives of parameters, and of gradients, that run together."""
     # The arrays of a layer are gathered at a time, as XLA combines them and ``plan.predict`` counts
     # them: each would start anew, which over thousands of nodes takes longer than its bytes.
-    groups: dict[Transfer, list[Transfer]] = {}
+    groups: defaultdict[Transfer, list[Transfer]] = defaultdict(list)
     combined: list[Transfer] = []
     for transfer in transfers:
-        if transfer.role in _JOINED and transfer.runs > 1:
-            key = dataclasses.replace(transfer, payload=0.0, runs=0.0)
-            groups.setdefault(key, []).append(transfer)
+        if transfer.role in _COLLECTIVES_OF_LAYER and transfer.runs > 1:
+            groups[dataclasses.replace(transfer, payload=0.0, runs=0.0)].append(transfer)
         else:
             combined.append(transfer)
 
-    for key, of_group in groups.items():
-        layers = min(transfer.runs for transfer in of_group)
-        runs = min(layers * _JOINED[key.role], sum(transfer.runs for transfer in of_group))
-        total = sum(transfer.payload * transfer.runs for transfer in of_group)
-        combined.append(dataclasses.replace(key, payload=total / runs, runs=runs))
+    for group, members in groups.items():
+        layers = min(transfer.runs for transfer in members)
+        most = layers * _COLLECTIVES_OF_LAYER[group.role]
+        runs = min(most, sum(transfer.runs for transfer in members))
+        total = sum(transfer.payload * transfer.runs for transfer in members)
+        combined.append(dataclasses.replace(group, payload=total / runs, runs=runs))
     return combined
 
 
-class _ProductShards:
+# --- Products ---
+
+
+def sharded_products(
+    layout: Layout, dimensions: DimensionModel, batch_names: frozenset[str]
+) -> list[ShardedProduct]:
+    """Returns the products of a step, split as by a layout."""
+    sizes, axes_of = layout.sizes, layout.axes_of
+    return [
+        ShardedProduct(product, dimensions.dtype, sizes, axes_of, batch_names)
+        for product in dimensions.products
+    ]
+
+
+class ShardedProduct:
     """A product split over a mesh."""
 
     def __init__(
         self,
         product: Product,
-        layout: Layout,
+        dtype: str,
+        sizes: Mapping[str, int],
         axes_of: Mapping[str, Sequence[str]],
         batch_names: frozenset[str],
     ) -> None:
-        self.product, self.sizes = product, layout.sizes
-        place = {name: position for position, name in enumerate(axes_of)}
+        self.product = product
+        self._dtype = dtype
+        self._sizes = sizes
+        self._batch_names = batch_names
+        self._batch_axes = frozenset(axis for name in batch_names for axis in axes_of.get(name, ()))
 
-        def priority(dim: ProductDimension) -> int:
-            return min((place.get(name, len(place)) for name in dim.names), default=len(place))
+        # Of left operand, right operand and result, on one device.
+        self._elements = [1.0, 1.0, 1.0]
+        self._names: list[set[str]] = [set(), set(), set()]
+        self._lost: list[list[str]] = [[], [], []]  # axes that another dimension has
+        self._local = dict.fromkeys(_ARRAYS, 1.0)  # sizes by role
+        self._arrays_of: dict[str, tuple[int, ...]] = {}  # of the dimension that has an axis
+        self._summed: list[str] = []
+        self._fewer_runs = 1.0
+        self._group_ways = 1  # devices that rows are sent to, each with some of the groups
+        self._group_axes: list[str] = []
 
-        arrays_of: dict[str, tuple[int, ...]] = {}  # of the dimension that has an axis
-        self.local = dict.fromkeys(_OPERANDS, 1.0)  # sizes by role
-        self.elements = [1.0, 1.0, 1.0]  # of operands and result, on one device
-        self.names: list[set[str]] = [set(), set(), set()]
-        self.lost: list[list[str]] = [[], [], []]  # axes that another dimension has
-        self.summed: list[str] = []
-        self.fewer_runs = 1.0
-        self.group_ways = 1  # devices that rows are sent to, each with some of the groups
-        self.group_axes: list[str] = []
-        ordered = sorted(product.dims, key=lambda dim: (dim.role in _GROUPS, priority(dim)))
-        for dim in ordered:
+        # Groups come last, as they share the axes of their rows.
+        position = {name: index for index, name in enumerate(axes_of)}
+        last = len(position)
+
+        def priority(dim: ProductDimension) -> tuple[bool, int]:
+            first = min((position.get(name, last) for name in dim.names), default=last)
+            return dim.role in _GROUPS, first
+
+        for dim in sorted(product.dims, key=priority):
             axes_of_dim = (axis for name in dim.names for axis in axes_of.get(name, ()))
-            axes = [axis for axis in dict.fromkeys(axes_of_dim) if self.sizes[axis] > 1]
+            axes = [axis for axis in dict.fromkeys(axes_of_dim) if sizes.get(axis, 1) > 1]
             if dim.role in _GROUPS:
-                self._split_groups(dim, axes, arrays_of)
-                continue
-            taken = [axis for axis in axes if axis not in arrays_of]
-            ways = math.prod(self.sizes[axis] for axis in taken)
-            size = dim.size / ways
-            # Blocks are as large on a device as they are here, and a device has fewer.
-            is_cut = product.in_blocks and dim.names <= batch_names
-            self.fewer_runs *= ways if is_cut and dim.names else 1.0
-            self.local[dim.role] *= dim.size if is_cut and dim.names else size
-            for array in _OPERANDS[dim.role]:
-                self.elements[array] *= size
-                self.names[array] |= dim.names
-                # An axis that another dimension of the same array has splits the array already.
-                self.lost[array] += [
-                    axis for axis in axes if array not in arrays_of.get(axis, (array,))
-                ]
-            if dim.role in ("sum", "terms"):
-                self.summed += taken
-            arrays_of.update(dict.fromkeys(taken, _OPERANDS[dim.role]))
+                self._split_groups(dim, axes)
+            else:
+                self._split(dim, axes)
+
+    def _ways(self, axes: Sequence[str]) -> int:
+        return math.prod(self._sizes[axis] for axis in axes)
+
+    def _split(self, dim: ProductDimension, axes: Sequence[str]) -> None:
+        """Splits a dimension along those of its axes that no other has."""
+        arrays = _ARRAYS[dim.role]
+        taken = [axis for axis in axes if axis not in self._arrays_of]
+        ways = self._ways(taken)
+        size = dim.size / ways
+
+        # Blocks are as large on a device as they are here, and a device has fewer.
+        is_cut = self.product.in_blocks and bool(dim.names) and dim.names <= self._batch_names
+        if is_cut:
+            self._fewer_runs *= ways
+        self._local[dim.role] *= dim.size if is_cut else size
+
+        for array in arrays:
+            self._elements[array] *= size
+            self._names[array] |= dim.names
+            # An axis that another dimension of the same array has splits the array already.
+            self._lost[array] += [
+                axis for axis in axes if array not in self._arrays_of.get(axis, (array,))
+            ]
+        if dim.role in ("sum", "terms"):
+            self._summed += taken
+        self._arrays_of.update(dict.fromkeys(taken, arrays))
+
+    def _split_groups(self, dim: ProductDimension, axes: Sequence[str]) -> None:
+        """Splits groups, and rows with them."""
+        role = "rows" if dim.role == "group" else "terms"
+        arrays_with_rows = _ARRAYS[role]
+        taken = [
+            axis for axis in axes if self._arrays_of.get(axis, arrays_with_rows) == arrays_with_rows
+        ]
+        for axis in taken:
+            if axis not in self._arrays_of:  # what all devices of the groups have alike is cut
+                self._arrays_of[axis] = arrays_with_rows
+                self._local[role] /= self._sizes[axis]
+                for array in arrays_with_rows:
+                    self._elements[array] /= self._sizes[axis]
+        self._summed = [axis for axis in self._summed if axis not in taken]
+
+        ways = self._ways(taken)
+        self._group_ways *= ways
+        self._group_axes += taken
+        (array,) = _ARRAYS[dim.role]
+        self._local[dim.role] *= dim.size / ways
+        self._elements[array] *= dim.size / ways
+        self._names[array] |= dim.names
 
     @property
     def is_ragged(self) -> bool:
         """Whether rows belong to groups."""
         return any(dim.role in _GROUPS for dim in self.product.dims)
 
-    def _split_groups(
-        self, dim: ProductDimension, axes: Sequence[str], arrays_of: dict[str, tuple[int, ...]]
-    ) -> None:
-        """Splits groups, and rows with them."""
-        role = "rows" if dim.role == "group" else "terms"
-        array = _OPERANDS[dim.role][0]
-        taken = [a for a in axes if arrays_of.get(a, _OPERANDS[role]) == _OPERANDS[role]]
-        for axis in taken:
-            if axis not in arrays_of:  # what all devices of the groups have alike is cut
-                arrays_of[axis] = _OPERANDS[role]
-                self.local[role] /= self.sizes[axis]
-                for side in _OPERANDS[role]:
-                    self.elements[side] /= self.sizes[axis]
-        self.summed = [axis for axis in self.summed if axis not in taken]
-        ways = math.prod(self.sizes[axis] for axis in taken)
-        self.group_ways *= ways
-        self.group_axes += taken
-        self.local[dim.role] *= dim.size / ways
-        self.elements[array] *= dim.size / ways
-        self.names[array] |= dim.names
-
-    def ragged(self, local: MatrixProduct, kind: str) -> tuple[MatrixProduct, float]:
-        """Returns a ragged product as compiled, and its masked elements."""
-        # Compilers have room for the most rows that can come. XLA for GPU and CPU multiplies all of
-        # them with the matrices of all groups, and masks the others' rows; that for TPU has a
-        # grouped kernel for rows, and masks where groups are summed.
-        is_sum = any(dim.role == "sums" for dim in self.product.dims)
-        groups = self.local["sums" if is_sum else "group"]
-        copies = self.product.copies
-        room = self.group_ways * min(copies, groups) / copies
-        if is_sum:
-            depth = local.depth * room
-            operations = 2.0 * local.rows * local.columns * depth
-            masked = 0.0 if kind == "tpu" else 2 * groups * depth * (local.rows + local.columns)
-            changes = {"depth": depth, "batch": local.batch * groups, "operations": operations}
-        elif kind == "tpu":
-            rows, masked = local.rows * room / groups, 0.0
-            operations = 2.0 * rows * local.columns * local.depth
-            changes = {"rows": rows, "batch": local.batch * groups, "operations": operations}
-        else:
-            rows, depth = local.rows * room, local.depth * groups
-            masked = 2 * rows * depth
-            operations = 2.0 * rows * local.columns * depth
-            changes = {"rows": rows, "depth": depth, "operations": operations}
-        operations = changes["operations"] * changes.get("batch", local.batch)
-        return dataclasses.replace(local, **changes | {"operations": operations}), masked
-
-    def matrices(self, dtype: str, parts: int, runs: float) -> MatrixProduct:
+    def matrices(self, parts: int, runs: float) -> MatrixProduct:
         """Returns the product of one device, its rows cut into parts."""
-        rows, columns = self.local["left"] * self.local["rows"], self.local["right"]
-        depth, batch = self.local["sum"] * self.local["terms"], self.local["batch"]
+        local = self._local
+        rows, columns = local["left"] * local["rows"], local["right"]
+        depth, batch = local["sum"] * local["terms"], local["batch"]
         # Of a gradient's product the sum goes over the rows of a batch.
-        if self.product.computed and self.summed and parts > 1:
+        if self.product.computed and self._summed and parts > 1:
             depth /= parts
         else:
             rows /= parts
         operations = 2.0 * rows * columns * depth * batch
-        runs *= parts / self.fewer_runs
-        return MatrixProduct(operations, rows, columns, depth, batch, dtype, runs)
+        runs *= parts / self._fewer_runs
+        return MatrixProduct(operations, rows, columns, depth, batch, self._dtype, runs)
 
-    def transfers(
-        self, width: float, batch_axes: frozenset[str]
-    ) -> Iterator[tuple[Transfer, set[str]]]:
-        """Yields the transfers of operands and result, with names on the array."""
-        for array in (0, 1):
-            if lost := self.lost[array]:
-                payload = width * self.elements[array]
-                yield self._transfer("all-gather", lost, payload, array, batch_axes)
-        scattered = [axis for axis in self.lost[2] if axis in self.summed]
+    def ragged(self, matrices: MatrixProduct, kind: str) -> tuple[MatrixProduct, float]:
+        """Returns a ragged product as compiled, and its masked elements."""
+        # Compilers have room for the most rows that can come.
+        is_sum = any(dim.role == "sums" for dim in self.product.dims)
+        groups = self._local["sums" if is_sum else "group"]
+        copies = self.product.copies
+        room = self._group_ways * min(copies, groups) / copies
+
+        # XLA for GPU and CPU multiplies all of them with the matrices of all groups, and masks the
+        # others' rows; that for TPU has a grouped kernel for rows, and masks where groups are
+        # summed.
+        rows, depth, batch, masked = matrices.rows, matrices.depth, matrices.batch, 0.0
+        if is_sum:
+            depth *= room
+            batch *= groups
+            if kind != "tpu":
+                masked = 2 * groups * depth * (rows + matrices.columns)
+        elif kind == "tpu":
+            rows = rows * room / groups
+            batch *= groups
+        else:
+            rows *= room
+            depth *= groups
+            masked = 2 * rows * depth
+        operations = 2.0 * rows * matrices.columns * depth * batch
+        compiled = dataclasses.replace(
+            matrices, operations=operations, rows=rows, depth=depth, batch=batch
+        )
+        return compiled, masked
+
+    def transfers(self) -> Iterator[tuple[Transfer, set[str]]]:
+        """Yields the transfers of operands and result, with the names on the array."""
+        for array in (_LEFT, _RIGHT):
+            if self._lost[array]:
+                yield self._transfer("all-gather", self._lost[array], array)
+
+        scattered = [axis for axis in self._lost[_RESULT] if axis in self._summed]
         if scattered:
-            payload = width * self.elements[2]
-            yield self._transfer("reduce-scatter", scattered, payload, 2, batch_axes)
-        for array, times in enumerate(self.product.exchanged if self.group_ways > 1 else ()):
-            payload, axes = width * self.elements[array], self.group_axes
-            sent, names = self._transfer("all-to-all", axes, payload, array, batch_axes)
-            if times:  # there, and the results back
-                yield dataclasses.replace(sent, runs=2 * times / self.fewer_runs), names
-        if whole := [axis for axis in self.summed if axis not in scattered]:
-            payload = width * self.elements[2] / math.prod(self.sizes[axis] for axis in scattered)
-            yield self._transfer("all-reduce", whole, payload, 2, batch_axes)
+            yield self._transfer("reduce-scatter", scattered, _RESULT)
+
+        if self._group_ways > 1:
+            for array, times in zip((_LEFT, _RIGHT), self.product.exchanged, strict=True):
+                if times:  # there, and the results back
+                    sent, names = self._transfer("all-to-all", self._group_axes, array)
+                    yield dataclasses.replace(sent, runs=2 * times / self._fewer_runs), names
+
+        whole = [axis for axis in self._summed if axis not in scattered]
+        if whole:
+            yield self._transfer("all-reduce", whole, _RESULT, parts=self._ways(scattered))
 
     def _transfer(
-        self, kind: str, axes: Sequence[str], payload: float, array: int, batch_axes: frozenset[str]
+        self, kind: str, axes: Sequence[str], array: int, parts: int = 1
     ) -> tuple[Transfer, set[str]]:
-        role = role_of(kind, axes, batch_axes)
-        size = math.prod(self.sizes[axis] for axis in axes)
-        stride = stride_of(self.sizes, axes)
-        runs = self.product.changes[array] / self.fewer_runs
-        return Transfer(kind, role, payload, size, stride, runs), self.names[array]
+        transfer = Transfer(
+            kind,
+            role_of(kind, axes, self._batch_axes),
+            payload=_width(self._dtype) * self._elements[array] / parts,
+            size=self._ways(axes),
+            stride=group_stride(self._sizes, axes),
+            runs=self.product.changes[array] / self._fewer_runs,
+        )
+        return transfer, self._names[array]
 
 
-Splits = dict[tuple[Any, Any], list[_ProductShards]]  # by rules and mesh
+# --- Stages ---
 
 
 @dataclass(frozen=True)
 class _StagesOfLayout:
-    """Stages of a layout."""
+    """The stages of a layout; one, if it is no pipeline."""
 
     names: frozenset[str] = frozenset()  # of the dimensions that its stages split
-    weights: frozenset[str] = frozenset()  # names on the parameters of its layers
+    layers: tuple[tuple[tuple[int, ...], list[str]], ...] = ()  # shapes and names of its weights
     stages: int = 1
     microbatches: int = 1
     rounds: int = 1
     bubble: float = 0.0
 
+    @classmethod
+    def of(cls, layout: Layout, dimensions: DimensionModel) -> _StagesOfLayout:
+        """Returns the pipeline of a layout."""
+        settings = dict(layout.parallel)
+        stages = layout.sizes.get("stage", 1)
+        split_names = {name for name, axes in layout.axes_of.items() if "stage" in axes}
+        names = split_names & dimensions.looped
+        if stages == 1 or not names or "microbatches" not in settings:
+            return cls()
 
-def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _StagesOfLayout:
-    sizes, chosen = layout.sizes, dict(layout.parallel)
-    stages = sizes.get("stage", 1)
-    names = {name for name, axes in layout.rules if "stage" in mesh_axes_of(axes)}
-    names &= dimensions.looped
-    if stages == 1 or not names or "microbatches" not in chosen:
-        return _StagesOfLayout()
-    count, schedule = chosen["microbatches"], chosen.get("schedule", "gpipe")
-    rounds = 1
-    if schedule == "circular":
-        rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
-    weights = {name for _, dim_names in _of_layers(dimensions, names) for name in dim_names}
-    bubble = bubble_share(schedule, stages, count, rounds)
-    return _StagesOfLayout(
-        frozenset(names), frozenset(weights - names), stages, count, rounds, bubble
-    )
+        microbatches, schedule = settings["microbatches"], settings.get("schedule", "gpipe")
+        rounds = 1
+        if schedule == "circular":
+            rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
+        arguments = [(shape, list(axis_names_in(entry))) for shape, entry in dimensions.arguments]
+        return cls(
+            frozenset(names),
+            tuple((shape, dim_names) for shape, dim_names in arguments if names & set(dim_names)),
+            stages,
+            microbatches,
+            rounds,
+            bubble_share(schedule, stages, microbatches, rounds),
+        )
 
+    @property
+    def weights(self) -> set[str]:
+        """Names on the parameters of its layers."""
+        return {name for _, dim_names in self.layers for name in dim_names} - self.names
 
-def _of_layers(
-    dimensions: DimensionModel, names: frozenset[str] | set[str]
-) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Returns shapes and names of staged arguments."""
-    pairs = [(shape, list(axis_names_in(entries))) for shape, entries in dimensions.arguments]
-    return [(shape, dim_names) for shape, dim_names in pairs if names & set(dim_names)]
+    def transfers(
+        self, layout: Layout, dimensions: DimensionModel, width: float
+    ) -> Iterator[Transfer]:
+        """Yields transfers between stages: weights into rounds, and activations."""
+        if self.stages == 1:
+            return
+        axes_of = layout.axes_of
 
+        def local_elements(shape: Sequence[int], names: Sequence[str]) -> float:
+            axes = {axis for name in names for axis in axes_of.get(name, ())}
+            return math.prod(shape) / layout.ways(axes)
 
-def _stage_transfers(
-    pipeline: _StagesOfLayout, layout: Layout, dimensions: DimensionModel, width: float
-) -> Iterator[Transfer]:
-    """Yields transfers between stages: weights into rounds, and activations."""
-    if pipeline.stages == 1:
-        return
-    sizes = layout.sizes
-    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
-    stride = stride_of(sizes, ["stage"])
+        send = Transfer(
+            "collective-permute",
+            "stages",
+            payload=0.0,
+            size=self.stages,
+            stride=group_stride(layout.sizes, ["stage"]),
+        )
+        if self.rounds > 1:  # there, and gradients back
+            moved = sum(2 * local_elements(shape, names) for shape, names in self.layers)
+            yield dataclasses.replace(send, payload=width * moved * (1 - 1 / self.stages))
 
-    def elements(shape: Sequence[int], names: Sequence[str]) -> float:
-        axes = {axis for name in names for axis in axes_of.get(name, ())}
-        return math.prod(shape) / math.prod(sizes[axis] for axis in axes)
-
-    def send(payload: float, runs: float) -> Transfer:
-        return Transfer("collective-permute", "stages", payload, pipeline.stages, stride, runs)
-
-    if pipeline.rounds > 1:  # there, and gradients back
-        of_layers = _of_layers(dimensions, pipeline.names)
-        moved = sum(2 * elements(shape, names) for shape, names in of_layers)
-        yield send(width * moved * (1 - 1 / pipeline.stages), 1)
-    activations = [
-        elements(shape, list(axis_names_in(names)))
-        for shape, names in dimensions.constraints
-        if not pipeline.names & set(axis_names_in(names))
-    ]
-    # Of the residual stream, which is the narrowest of what layers name; both ways.
-    if activations:
-        ticks = pipeline.microbatches * pipeline.rounds + pipeline.stages - 1
-        yield send(width * min(activations) / pipeline.microbatches, 2 * ticks)
+        # Of the residual stream, which is the narrowest of what layers name; both ways.
+        constraints = [
+            (shape, list(axis_names_in(entry))) for shape, entry in dimensions.constraints
+        ]
+        activations = [
+            local_elements(shape, names)
+            for shape, names in constraints
+            if not self.names & set(names)
+        ]
+        if activations:
+            payload = width * min(activations) / self.microbatches
+            ticks = self.microbatches * self.rounds + self.stages - 1
+            yield dataclasses.replace(send, payload=payload, runs=2 * ticks)
