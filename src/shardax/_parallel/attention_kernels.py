@@ -295,6 +295,7 @@ def _tokamax(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
     near = None
     if call.window is not None:
         near = (call.window - 1, 0 if call.causal else call.window - 1)
+
     with tokamax_scope("attention") as tokamax:
         return tokamax.dot_product_attention(
             arrays.query,
