@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of parallelism within a step, below layers and training."""
+"""Forms of parallelism within a program: what layers run over a mesh."""

@@ -21,6 +21,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardax._parallel.kernels import (
+    UNTIMED,
+    ArraySplit,
     abstract_mesh,
     against_tokamax,
     dividing,
@@ -52,15 +54,6 @@ class AttentionChoice(NamedTuple):
     reasons: Mapping[str, str]
 
 
-class KernelMesh(NamedTuple):
-    """A mesh with the axes that split batches and heads."""
-
-    mesh: Any = None
-    batch: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    refusal: str = ""  # why a kernel cannot run over the mesh
-
-
 class AttentionCall(NamedTuple):
     """Facts of a call by which kernels are chosen."""
 
@@ -74,32 +67,33 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None
     options: tuple[str, ...] = ()  # such as "a mask", "a bias": what only some kernels take
     segments: str = ""  # "one" of queries and keys, or a "pair"
-    region: KernelMesh = KernelMesh()
+    region: ArraySplit = ArraySplit()  # of the query
     interpret: bool = False
 
 
 def choose(layer: str, implementation: str | None, call: AttentionCall) -> AttentionChoice:
-    """Chooses a kernel; reasons may be against the one asked for."""
+    """Returns the kernel of a call; reasons may be against the one asked for."""
     settings = ScopeSettings.current()
     asked = implementation or settings.attention
     if settings.reference or asked in (None, "xla"):
         return AttentionChoice("xla", {})
+
     where = f"{layer} of {call.dtype}{list(call.query)}"
     reasons = {kernel: reason(call) for kernel, reason in _REASONS.items()}
     reasons = {kernel: reason for kernel, reason in reasons.items() if reason}
-    if asked == "auto":
-        reasons.setdefault("tokamax", "it is taken only by name: it was never timed here")
-        chosen = next((k for k in ("splash", "cudnn") if k not in reasons), "xla")
-        text = "; ".join(f"not {kernel}: {reason}" for kernel, reason in reasons.items())
-        record_choice(where, chosen, text)
-        return AttentionChoice(chosen, reasons)
-    record_choice(where, asked, log=False)
-    return AttentionChoice(asked, reasons)
+    if asked != "auto":
+        record_choice(where, asked, log=False)
+        return AttentionChoice(asked, reasons)
+
+    reasons.setdefault("tokamax", UNTIMED)
+    chosen = next((kernel for kernel in ("splash", "cudnn") if kernel not in reasons), "xla")
+    text = "; ".join(f"not {kernel}: {reason}" for kernel, reason in reasons.items())
+    record_choice(where, chosen, text)
+    return AttentionChoice(chosen, reasons)
 
 
 def _against_splash(call: AttentionCall) -> str:
     """Says why splash attention cannot run a call, or nothing."""
-    time, other_time = call.query[-3], call.key[-3]
     if call.platform != "tpu" and not call.interpret:
         return (
             f"it runs on TPUs, and this is {call.platform}; to check its numbers here, slowly: "
@@ -114,6 +108,8 @@ def _against_splash(call: AttentionCall) -> str:
             "it takes (batch, time, heads, head_dim) with a head_dim divisible by "
             f"{_LANES}, and here it is {call.key[-1]}"
         )
+
+    time, other_time = call.query[-3], call.key[-3]
     if time % _LANES or other_time % _LANES:
         return f"it takes lengths divisible by {_LANES}, and here are {time} and {other_time}"
     if (call.causal or call.window is not None) and time != other_time:
@@ -129,15 +125,18 @@ def _against_cudnn(call: AttentionCall) -> str:
         return f"it runs on NVIDIA GPUs, and this is {call.platform}"
     if jax.default_backend() != "gpu":
         return "JAX asks the GPU of this machine for cuDNN's version, and there is none"
+
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
     if float(capability) < 8:
         return f"it needs compute capability 8.0, and this GPU has {capability}"
+
     if call.options or call.softcap is not None or call.segments:
         has = [*call.options, *(["soft cap"] if call.softcap is not None else [])]
         has += ["segments"] if call.segments else []
         return f"it takes no {', no '.join(has)}, or is not faster with it"
     if call.dtype not in (jnp.float16, jnp.bfloat16):
         return "it takes float16 and bfloat16"
+
     if call.value != call.key or call.key[-1] % 8 or call.key[-1] > 128:
         return f"it takes a head_dim up to 128, divisible by 8, and here it is {call.key[-1]}"
     if len(call.query) > 4 or call.query[-3] % 64 or call.key[-3] % 64:
@@ -165,21 +164,21 @@ _REASONS: dict[str, Callable[[AttentionCall], str]] = {
 assert {*_REASONS, "auto", "xla"} == set(ScopeSettings.choices("attention"))
 
 
-def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> KernelMesh:
-    """The mesh in scope, with axes that split batches and heads."""
+def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> ArraySplit:
+    """Returns the split of a query by batches and heads, whose names are given."""
     batch, heads = names
     split = split_of(query, (batch, "seq", heads, None), "batches and heads")
     if split.mesh is None:
-        return KernelMesh(refusal=split.refusal)
+        return split
+
     *batch_parts, time_parts, head_parts, _ = split.parts
     if time_parts:
-        return KernelMesh(refusal=f"the sequence is split over {', '.join(time_parts)}")
-    sizes = abstract_mesh(split.mesh).shape
-    return KernelMesh(
-        split.mesh,
-        dividing(batch_parts[0] if batch_parts else (), sizes, query.shape[0]),
-        dividing(head_parts, sizes, query.shape[-2]),
-    )
+        return ArraySplit(refusal=f"the sequence is split over {', '.join(time_parts)}")
+
+    sizes = split.mesh.shape
+    by_batch = dividing(batch_parts[0] if batch_parts else (), sizes, query.shape[0])
+    by_head = dividing(head_parts, sizes, query.shape[-2])
+    return split._replace(parts=(by_batch, (), by_head, ()))
 
 
 class Operands(NamedTuple):
@@ -194,23 +193,25 @@ class Operands(NamedTuple):
 
 
 def over_region(
-    region: KernelMesh, kernel: Callable[[Operands], jax.Array], arrays: Operands
+    region: ArraySplit, kernel: Callable[[Operands], jax.Array], arrays: Operands
 ) -> jax.Array:
     """Runs a kernel on each device's batches and heads."""
     if region.mesh is None:
         return kernel(arrays)
-    abstract = abstract_mesh(region.mesh)
-    batch, heads = region.batch or None, region.heads or None
-    if arrays.key.shape[-2] % math.prod(abstract.shape[axis] for axis in region.heads):
+
+    by_head = region.spec()
+    batch, _, heads, _ = (axes or None for axes in region.parts)
+    if arrays.key.shape[-2] % math.prod(region.mesh.shape[axis] for axis in heads or ()):
+        # Fewer heads of keys than devices: those of each group are repeated.
         repeats = arrays.query.shape[-2] // arrays.key.shape[-2]
         key, value = arrays.key, arrays.value
-        if abstract.explicit_axes:  # JAX repeats no dimension that is split
+        if abstract_mesh(region.mesh).explicit_axes:  # JAX repeats no dimension that is split
             key, value = (placed(region.mesh, x, PartitionSpec(batch)) for x in (key, value))
         key, value = (jnp.repeat(x, repeats, axis=-2) for x in (key, value))
         arrays = arrays._replace(key=key, value=value)
-    by_head = PartitionSpec(batch, None, heads, None)
 
     def of_scores(x: Any) -> Any:
+        """Returns the spec of an array (batch, heads, time, other time), which may be of one."""
         if x is None:
             return None
         rows = batch if x.shape[0] > 1 else None
@@ -250,6 +251,7 @@ def _splash(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
 
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
     heads, time, other_time = query.shape[1], query.shape[2], key.shape[2]
+
     shape = (time, other_time)
     name = "full"
     mask: Any = splash.FullMask(shape)
@@ -259,27 +261,29 @@ def _splash(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
         name = f"causal,window={call.window}" if call.causal else f"window={call.window}"
     elif call.causal:
         mask, name = splash.CausalMask(shape), "causal"
+
     rows, columns = _block(time), _block(other_time)
-    blocks = splash.BlockSizes(
-        block_q=rows,
-        block_kv=columns,
-        block_q_dkv=rows,
-        block_kv_dkv=columns,
-        block_q_dq=rows,
-        block_kv_dq=columns,
-    )
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
-        block_sizes=blocks,
+        block_sizes=splash.BlockSizes(
+            block_q=rows,
+            block_kv=columns,
+            block_q_dkv=rows,
+            block_kv_dkv=columns,
+            block_q_dq=rows,
+            block_kv_dq=columns,
+        ),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=call.softcap,
         interpret=call.interpret,
     )
+
     segments = None
     if arrays.segments is not None:
         segments = splash.SegmentIds(arrays.segments, arrays.segments)
     scaled = (query * np.asarray(scale, query.dtype)).astype(query.dtype)
+
     # The planner reads the mask here, which the compiled text does not hold.
     with jax.named_scope(f"splash[{name}]"):
         result: Any = jax.vmap(kernel)(scaled, key, value, segments)
@@ -291,6 +295,7 @@ def _tokamax(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
     near = None
     if call.window is not None:
         near = (call.window - 1, 0 if call.causal else call.window - 1)
+
     with tokamax_scope("attention") as tokamax:
         return tokamax.dot_product_attention(
             arrays.query,

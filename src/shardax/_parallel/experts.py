@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._parallel.manual_axes import mark_varying, sum_over
+from shardax._parallel.manual_axes import axis_types, mark_varying, mesh_of_region, sum_over
 from shardax.extend import AnyMesh, PyTree, explicit_entries, mesh_axes_of, varying_axes
 from shardax.partition import current_rules, resolve_mesh
 
@@ -54,14 +54,16 @@ class Split(NamedTuple):
 
     def enter(self, x: jax.Array) -> jax.Array:
         """Cuts the input to the region's parts, without moving anything."""
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         added = [a for a in self.axes if all(a not in axes for axes in self.outside)]
         if not added:
             return x
-        if all(kinds[axis] is AxisType.Explicit for axis in added):
-            features = (explicit_entries(x) or (None,))[-1]
+
+        entries = explicit_entries(x)
+        types = axis_types(self.mesh)
+        if all(types[axis] is AxisType.Explicit for axis in added):
+            features = (entries or (None,))[-1]
             return jax.sharding.reshard(x, _spec(*self.tokens, features))
-        return x if explicit_entries(x) else self._constrained(x, self.tokens)
+        return x if entries else self._constrained(x, self.tokens)
 
     def run(
         self,
@@ -73,33 +75,30 @@ class Split(NamedTuple):
         is_typed: bool = True,
     ) -> PyTree:
         """Runs the region; returns the result and the loss."""
-        # Pallas's kernels do not say along which axes their results vary: then it is not typed.
         tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
+
         # Of a kernel, its biases and both parts of its low-rank term.
         whole = _spec(experts, (), hidden)
         wide = (whole, _spec(experts, hidden), _spec(experts), whole)
         narrow = (_spec(experts, hidden), _spec(experts), _spec(experts, hidden), _spec(experts))
-        by_kernel = zip(kernels, (wide, wide, narrow), strict=True)
-        specs = (
-            *(tokens, tokens, tokens if counted.ndim else _spec()),
-            *(
-                type(kernel)(
-                    *(x if x is None else spec for x, spec in zip(kernel, specs, strict=True))
-                )
-                for kernel, specs in by_kernel
-            ),
-        )
-        is_typed = is_typed and AxisType.Manual not in self.mesh.axis_types
-        make: Any = jax.shard_map if is_typed else _nested
+        kernel_specs = [
+            type(kernel)(
+                *(None if x is None else spec for x, spec in zip(kernel, specs, strict=True))
+            )
+            for kernel, specs in zip(kernels, (wide, wide, narrow), strict=True)
+        ]
 
         def entered(x: object, logits: object, counted: object, *kernels: object):
             # Their gradients are summed over the tokens of all devices, as ``mark_varying`` says.
             return compute(x, logits, counted, *_varying(kernels, frozenset(self.axes)))
 
-        region: Any = make(
-            entered if make is jax.shard_map else compute,
-            mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=specs,
+        # Pallas's kernels do not say along which axes their results vary: then it is not typed.
+        is_typed = is_typed and AxisType.Manual not in self.mesh.axis_types
+        make: Any = jax.shard_map if is_typed else _nested
+        region = make(
+            entered if is_typed else compute,
+            mesh=mesh_of_region(self.mesh),
+            in_specs=(tokens, tokens, tokens if counted.ndim else _spec(), *kernel_specs),
             out_specs=(tokens, _spec()),
             axis_names={*self.axes, *hidden},
         )
@@ -111,9 +110,10 @@ class Split(NamedTuple):
         pairs = zip(self.tokens, self.outside, layout, strict=True)
         free = PartitionSpec.UNCONSTRAINED
         spec: Any = _spec(*(free if a == b else axes for a, b, axes in pairs), free)
-        if jax.sharding.get_abstract_mesh().empty:
-            assert isinstance(self.mesh, Mesh)  # of ``with mesh:``
-            spec = NamedSharding(self.mesh, spec)
+
+        mesh = mesh_of_region(self.mesh)
+        if mesh is not None:
+            spec = NamedSharding(mesh, spec)
         return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -126,71 +126,88 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[object] | None) 
     mesh = resolve_mesh()
     if mesh is None or x.ndim < 2 or not x.size:
         return None
-    sizes, kinds = mesh.shape, dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types, sizes = axis_types(mesh), mesh.shape
 
     def axes_of(array: jax.Array, names: Sequence[object]) -> tuple[Axes, ...]:
+        """Mesh axes that split each dimension: by the type of the array, else by rules."""
         entries: Sequence[Any] | None = explicit_entries(array)
-        kind = AxisType.Explicit
+        wanted = AxisType.Explicit
         if entries is None:
-            entries, kind = current_rules().assign(names).entries, AxisType.Auto
+            entries, wanted = current_rules().assign(names).entries, AxisType.Auto
         return tuple(
-            tuple(a for a in mesh_axes_of(e) if kinds.get(a) is kind and sizes[a] > 1)
+            tuple(a for a in mesh_axes_of(e) if types.get(a) is wanted and sizes[a] > 1)
             for e in entries
         )
 
     if names is None or len(names) != kernel.ndim:
         names = (None,) * kernel.ndim
     experts, _, hidden = axes_of(kernel, names)
+
     named = ("batch", "seq")[: x.ndim - 1]
     outside = axes_of(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
     split = Split(mesh, experts, (), outside, outside)
+    if not split.axes and not experts:
+        return None
+
+    # Nothing is padded: experts and tokens are divided evenly, or the compiler splits them.
     shares = list(zip(x.shape[:-1], map(split.size, outside), strict=True))
     if len(kernel) % split.size(experts) or any(size % count for size, count in shares):
         return None
-    rows = [size // count for size, count in shares]
-    if not split.axes and not experts:
-        return None
+
     unused = tuple(axis for axis in experts if axis not in split.axes)
     if unused:
         # Tokens that all devices of the experts have alike are cut over them.
-        place = next((i for i, size in enumerate(rows) if size % split.size(unused) == 0), None)
-        if place is None:
+        rows = [size // count for size, count in shares]
+        cuts = (i for i, size in enumerate(rows) if size % split.size(unused) == 0)
+        dimension = next(cuts, None)
+        if dimension is None:
             return None
-        cut = (*outside[:place], (*outside[place], *unused), *outside[place + 1 :])
-        split = split._replace(tokens=cut)
+        cut = (*outside[dimension], *unused)
+        split = split._replace(tokens=(*outside[:dimension], cut, *outside[dimension + 1 :]))
+
     # Along axes of the hidden layer sums stay partial until they are those of tokens again.
     hidden = tuple(axis for axis in hidden if axis not in split.axes)
-    whole = kernel.shape[2] % split.size(hidden) == 0
-    return split._replace(hidden=hidden) if whole else split
+    is_divided = kernel.shape[2] % split.size(hidden) == 0
+    return split._replace(hidden=hidden) if is_divided else split
 
 
 def find_places(
     experts: jax.Array, count: int, shape: Sequence[int] = (), split: Split | None = None
 ) -> jax.Array:
-    """Returns the place of each choice with its expert, (tokens, top_k)."""
-    # First choices come first, then tokens in order, also if a device has only some of them.
-    # ``shape`` is that of the tokens here. From the last dimension on that is split, the tokens of
-    # a device follow each other.
+    """Returns the place of each choice with its expert, (tokens, top_k).
+
+    First choices come first, then tokens in order, also if a device has only some of them.
+
+    Args:
+        experts: The choices, (tokens, top_k).
+        count: The number of experts.
+        shape: That of the tokens of this device.
+        split: How tokens are split over devices, if they are.
+    """
+    # From the last dimension on that is split, the tokens of a device follow each other.
     axes = () if split is None else split.tokens
-    last = max((place for place, axes_entry in enumerate(axes) if axes_entry), default=0)
-    lead = tuple(shape[:last])
+    last = max((dimension for dimension, split_by in enumerate(axes) if split_by), default=0)
     choices = experts.shape[1]
-    chosen = jax.nn.one_hot(experts.T, count, dtype=jnp.int32).reshape(choices, *lead, -1, count)
+    chosen = jax.nn.one_hot(experts.T, count, dtype=jnp.int32)
+    chosen = chosen.reshape(choices, *shape[:last], -1, count)
     within = jnp.cumsum(chosen, axis=-2)
-    whole = within[..., -1:, :]
-    dimensions = [
-        (place + 1, axes_entry) for place, axes_entry in enumerate(axes[: last + 1]) if axes_entry
-    ]
-    for dimension, axes_entry in dimensions:
-        whole = jax.lax.all_gather(whole, axes_entry, axis=dimension, tiled=True)
+
+    # How many rows of each expert all devices have before these ones.
+    run = within[..., -1:, :]
+    whole = run
+    dimensions = [(number + 1, split_by) for number, split_by in enumerate(axes[: last + 1])]
+    dimensions = [(dimension, split_by) for dimension, split_by in dimensions if split_by]
+    for dimension, split_by in dimensions:
+        whole = jax.lax.all_gather(whole, split_by, axis=dimension, tiled=True)
     flat = whole.reshape(-1, count)
     earlier = (jnp.cumsum(flat, axis=0) - flat).reshape(whole.shape)
-    for dimension, axes_entry in dimensions:
-        size = within[..., -1:, :].shape[dimension]
-        start = jax.lax.axis_index(axes_entry) * size
+    for dimension, split_by in dimensions:
+        size = run.shape[dimension]
+        start = jax.lax.axis_index(split_by) * size
         earlier = jax.lax.dynamic_slice_in_dim(earlier, start, size, dimension)
-    place = ((within + earlier - 1) * chosen).sum(axis=-1)
-    return place.reshape(choices, -1).T
+
+    places = ((within + earlier - 1) * chosen).sum(axis=-1)
+    return places.reshape(choices, -1).T
 
 
 def by_expert(
@@ -204,32 +221,40 @@ def by_expert(
     *,
     on_inputs: bool = False,
 ) -> jax.Array:
-    """Sums the weighted results of each token's experts, wherever these are."""
-    # A choice of the expert ``count`` goes nowhere. ``compute`` has rows sorted by its experts, and
-    # how many each has. Weights are those of the inputs or the results of experts.
+    """Sums the weighted results of each token's experts, wherever these are.
+
+    Args:
+        x: The tokens, (tokens, features).
+        weights: Of each choice, (tokens, top_k).
+        experts: The choices; the expert ``count`` is none.
+        count: The number of experts.
+        compute: Called with rows sorted by the experts of the device, and how many each has.
+        split: How tokens and experts are split.
+        places: The most rows of an expert, if there is a limit.
+        on_inputs: Whether weights are those of the inputs of experts, and not of their results.
+    """
     (tokens, choices), devices = experts.shape, split.size(split.experts)
-    local = count // devices
-    chunk, received = tokens * min(choices, local), tokens * devices * min(choices, local)
-    if places is not None:
-        chunk = min(chunk, local * places)
-        received = min(chunk * devices, received, local * places)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     numbers = jax.lax.iota(jnp.int32, flat.size)
     inverse = jnp.zeros_like(order, jnp.int32).at[order].set(numbers, unique_indices=True)
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+
     # Gradients are summed over the hidden layer's axes where they are those of tokens.
     x, weights = _varying((x, weights), frozenset(split.hidden))
     rows: Any = _spread(choices, x, order, inverse)
     if on_inputs:
-        rows, weights = rows * weights.reshape(-1)[order][:, None], jnp.ones_like(weights)
+        rows = rows * weights.reshape(-1)[order][:, None]
+        weights = jnp.ones_like(weights)
+
     if devices == 1:
         y = compute(rows, sizes)
     else:
-        exchange = _Exchange(split.experts, devices, local, experts.size, chunk, received)
+        exchange = _Exchange.of(split.experts, devices, count // devices, (tokens, choices), places)
         table = jax.lax.all_gather(sizes, split.experts).reshape(devices, count)
         rows = _to_experts(exchange, table, rows)
         y = _from_experts(exchange, table, compute(rows, exchange.parts(table)[0].sum(axis=0)))
+
     y = _sorted_back(y, order, inverse)
     y = (y.reshape(tokens, choices, -1) * weights[..., None]).sum(axis=1)
     return sum_over(y, split.hidden) if split.hidden else y
@@ -287,9 +312,15 @@ def _nested(
     options: dict[str, Any] = {"mesh": mesh, "axis_names": axis_names, "check_vma": False}
     make: Any = functools.partial(jax.shard_map, **options)
     all_axes = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
-    entering = (*in_specs[:2], *in_specs[3:])
+    entering = (*in_specs[:2], *in_specs[3:])  # of what is differentiated: all but ``counted``
+    structures: list[Any] = []  # of pullbacks, noted while the forward pass is traced
+
+    def run(*arguments) -> PyTree:
+        result = make(compute, in_specs=in_specs, out_specs=out_specs)(*arguments)
+        return _varying(result, _outer(arguments))
 
     def keeping(*arguments: object):
+        """Returns the result, and the leaves of the function that gives its gradients."""
         x, logits, counted, *kernels = jax.tree.map(_untyped, arguments)
 
         def differentiable(x, logits, *kernels):
@@ -300,42 +331,39 @@ def _nested(
         structures.append(structure)
         return result, [jnp.asarray(leaf)[None] for leaf in leaves]
 
-    structures: list[Any] = []
-
-    def run(*arguments) -> PyTree:
-        result = make(compute, in_specs=in_specs, out_specs=out_specs)(*arguments)
-        return _varying(result, _outer(arguments))
-
     def forward(*arguments) -> PyTree:
         region = make(keeping, in_specs=in_specs, out_specs=(out_specs, all_axes))
         result, leaves = region(*arguments)
-        like = tuple(
-            varying_axes(leaf) for leaf in jax.tree.leaves((*arguments[:2], *arguments[3:]))
-        )
-        back = functools.partial(backward, structures[-1], like, _outer(arguments))
-        return _varying(result, _outer(arguments)), jax.tree_util.Partial(back, leaves)
+
+        differentiated = jax.tree.leaves((*arguments[:2], *arguments[3:]))
+        like = tuple(map(varying_axes, differentiated))
+        outer = _outer(arguments)
+        back = functools.partial(backward, structures[-1], like, outer)
+        return _varying(result, outer), jax.tree_util.Partial(back, leaves)
 
     def backward(structure, like, outer, leaves, cotangents: object) -> PyTree:
         def pull(leaves, cotangents):
             # All devices do this, so those that have a result alike share its gradient.
             cotangents = jax.tree.map(
-                lambda ct, spec: _shared(ct, _absent(spec)), cotangents, out_specs
+                lambda ct, spec: _shared(ct, absent(spec)), cotangents, out_specs
             )
             back = structure.unflatten([_untyped(leaf[0]) for leaf in leaves])
             return jax.tree.map(
-                lambda spec, ct: _summed(ct, _absent(spec)),
-                *(entering, back(cotangents)),
+                lambda spec, ct: _summed(ct, absent(spec)),
+                entering,
+                back(cotangents),
                 is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
             )
 
-        def _absent(spec: PartitionSpec) -> Axes:
+        def absent(spec: PartitionSpec) -> Axes:
             spec_axes = {axis for entry in spec for axis in mesh_axes_of(entry)}
             return tuple(sorted(axis_names - spec_axes))
 
-        gradients = make(pull, in_specs=(all_axes, out_specs), out_specs=entering)(
-            leaves, cotangents
-        )
-        numbers, tree = jax.tree.flatten(_varying(gradients, outer))
+        region = make(pull, in_specs=(all_axes, out_specs), out_specs=entering)
+        gradients = _varying(region(leaves, cotangents), outer)
+
+        # Summed where the outer region has the argument alike.
+        numbers, tree = jax.tree.flatten(gradients)
         pairs = zip(numbers, like, strict=True)
         numbers = [_summed(ct, tuple(sorted(outer - varied))) for ct, varied in pairs]
         x, logits, *kernels = tree.unflatten(numbers)
@@ -351,14 +379,9 @@ def _outer(values: object) -> frozenset[str]:
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(values)))
 
 
-def _varying(tree: object, axes: frozenset[str]):
+def _varying(tree: PyTree, axes: frozenset[str]) -> PyTree:
     """Marks values as varying along axes."""
-
-    def marked(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return mark_varying(x, missing)
-
-    return jax.tree.map(marked, tree)
+    return jax.tree.map(functools.partial(mark_varying, axes=tuple(sorted(axes))), tree)
 
 
 def _untyped(x: jax.Array) -> jax.Array:
@@ -386,6 +409,19 @@ class _Exchange(NamedTuple):
     sent: int  # rows of a device
     chunk: int  # the most rows that a device has for another
     received: int  # the most rows that come to a device
+
+    @classmethod
+    def of(
+        cls, axes: Axes, devices: int, local: int, choices: tuple[int, int], places: int | None
+    ) -> _Exchange:
+        """Returns the sizes for (tokens, top_k) of a device and at most some rows an expert."""
+        tokens, top_k = choices
+        chunk = tokens * min(top_k, local)
+        received = chunk * devices
+        if places is not None:
+            chunk = min(chunk, local * places)
+            received = min(chunk * devices, local * places)
+        return cls(axes, devices, local, tokens * top_k, chunk, received)
 
     def parts(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the numbers of received and of sent rows."""
@@ -419,10 +455,13 @@ def _sorted_starts(coming: jax.Array) -> jax.Array:
 
 
 def _padded_to(exchange: _Exchange, table, rows):
+    """Sends each device the rows for its experts, padded to one length."""
     coming, going = exchange.parts(table)
-    total, places = going.sum(axis=1), jnp.arange(exchange.chunk)[None]
-    sent = _taken(rows, _starts(total)[:, None] + places, places < total[:, None])
+    total, positions = going.sum(axis=1), jnp.arange(exchange.chunk)[None]
+    sent = _taken(rows, _starts(total)[:, None] + positions, positions < total[:, None])
     came = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True)
+
+    # Parts come by device and, within one, by expert: experts are put first.
     chunks = exchange.chunk * jnp.arange(exchange.devices)[:, None]
     shifts = chunks + _starts(coming) - _sorted_starts(coming)
     came = came.reshape(-1, *rows.shape[1:])
@@ -430,12 +469,14 @@ def _padded_to(exchange: _Exchange, table, rows):
 
 
 def _padded_from(exchange: _Exchange, table, rows):
+    """Sends the results back to their senders, padded to one length."""
     coming, going = exchange.parts(table)
-    ends, places = jnp.cumsum(coming, axis=1), jnp.arange(exchange.chunk)[None]
-    expert = (places[..., None] >= ends[:, None, :-1]).sum(axis=-1)
+    ends, positions = jnp.cumsum(coming, axis=1), jnp.arange(exchange.chunk)[None]
+    expert = (positions[..., None] >= ends[:, None, :-1]).sum(axis=-1)
     shifts = jnp.take_along_axis(_sorted_starts(coming) - _starts(coming), expert, axis=1)
-    sent = _taken(rows, shifts + places, places < ends[:, -1:])
+    sent = _taken(rows, shifts + positions, positions < ends[:, -1:])
     came = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True)
+
     total = going.sum(axis=1)
     shifts = exchange.chunk * jnp.arange(exchange.devices) - _starts(total)
     return _moved(came.reshape(-1, *rows.shape[1:]), total, shifts, exchange.sent)
@@ -443,12 +484,15 @@ def _padded_from(exchange: _Exchange, table, rows):
 
 def _ragged_to(exchange: _Exchange, table, rows):
     """Sends a slice for each expert to its device."""
-    mine = table[jax.lax.axis_index(exchange.axes)]
+    me = jax.lax.axis_index(exchange.axes)
+    mine = table[me]
+
     # Of each device what comes to it, sorted by expert, then by device.
     shape = (exchange.devices, exchange.devices, exchange.local)
     coming = jnp.moveaxis(table.reshape(shape), 0, 2)
     places = _starts(coming.reshape(exchange.devices, -1)).reshape(coming.shape)
-    offsets = places[..., jax.lax.axis_index(exchange.axes)].reshape(-1)
+    offsets = places[..., me].reshape(-1)
+
     starts = exchange.parts(table)[0].reshape(-1)
     return _ragged(exchange, rows, exchange.received, _starts(mine), mine, offsets, starts)
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardax._parallel.manual_axes import mesh_of_region
 from shardax.extend import PyTree, ScopeSettings, explicit_entries, mesh_axes_of
 from shardax.partition import logical_to_mesh_axes, resolve_mesh
 
@@ -34,7 +35,7 @@ LOG = logging.getLogger("shardax.kernels")
 INSTALL_TOKAMAX = "pip install 'shardax[kernels]'"
 MeshAxes = tuple[str, ...]
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
-_UNTIMED = "it is taken only by name: it was never timed here"
+UNTIMED = "it is taken only by name: it was never timed here"
 _LOSS_COLUMNS = 2048  # of a block; tokamax 0.0.12 counts the columns that fill the last one up
 _LOSS_ROWS = 1024
 
@@ -43,19 +44,24 @@ _LOSS_ROWS = 1024
 
 
 def platform_in_scope() -> str:
-    """The platform of the mesh in scope, else the default one."""
+    """Returns the platform of the mesh in scope, else the default one."""
     mesh = resolve_mesh()
     device = None if mesh is None else abstract_mesh(mesh).abstract_device
+
     config: Any = jax.config
-    default = config.jax_default_device
+    default = config.jax_default_device  # a device, or the name of a platform
     platform = getattr(device, "platform", None) or getattr(default, "platform", default)
     platform = platform or jax.default_backend()
     return "gpu" if platform in ("cuda", "rocm", "gpu") else str(platform)
 
 
 def against_tokamax(platform: str, compiles: Sequence[str] = ()) -> str:
-    """Says why tokamax cannot run on a platform, or nothing."""
-    # ``compiles`` are platforms for which it makes programs without such a device.
+    """Says why tokamax cannot run on a platform, or nothing.
+
+    Args:
+        platform: The platform of the program.
+        compiles: Those for which it makes programs without such a device.
+    """
     if importlib.util.find_spec("tokamax") is None:
         return f"it is not installed: {INSTALL_TOKAMAX}"
     present = jax.default_backend()
@@ -102,7 +108,14 @@ def is_choosing(kind: str) -> bool:
 
 
 def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str]:
-    """Whether tokamax runs a call; why not, if asked for."""
+    """Returns whether tokamax runs a call, and if it was asked for by name, why not.
+
+    Args:
+        kind: The kind of kernel.
+        layer: Name of the layer.
+        x: Its input.
+        reason: Why tokamax cannot compute what the layer does, or nothing.
+    """
     asked, platform = ScopeSettings.current().kernel(kind), platform_in_scope()
     reason = reason or against_tokamax(platform, _compiles(kind))
     call = f"{layer} of {x.dtype}{list(x.shape)}, {kind}"
@@ -110,14 +123,15 @@ def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str
         if not reason:
             record_choice(call, "tokamax", log=False)
         return not reason, reason
+
+    # XLA for GPUs multiplies each row by the kernels of all experts.
     if not reason and (kind != "experts" or platform != "gpu"):
-        reason = _UNTIMED
-    if not reason:
-        # XLA for GPUs multiplies each row by the kernels of all experts.
+        reason = UNTIMED
+    if reason:
+        record_choice(call, "xla", f"not tokamax: {reason}")
+    else:
         record_choice(call, "tokamax")
-        return True, ""
-    record_choice(call, "xla", f"not tokamax: {reason}")
-    return False, ""
+    return not reason, ""
 
 
 @contextlib.contextmanager
@@ -153,20 +167,26 @@ class ArraySplit(NamedTuple):
     def unused(self) -> list[str]:
         """Axes along no dimension."""
         used = {axis for axes in self.parts for axis in axes}
-        sizes = {} if self.mesh is None else dict(abstract_mesh(self.mesh).shape)
+        sizes = {} if self.mesh is None else self.mesh.shape
         return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
 
 def split_of(x: jax.Array, names: Sequence[Any], description: str) -> ArraySplit:
-    """The split of an array, by its type or by rules."""
-    # Of an array of fewer dimensions than names the last names count.
+    """Returns the split of an array, by its type or by rules.
+
+    Args:
+        x: The array.
+        names: Of its dimensions; the last ones, if it has fewer.
+        description: What is split, for the refusal.
+    """
     mesh = resolve_mesh()
     if mesh is None or mesh.size == 1:
         return ArraySplit()
-    abstract = abstract_mesh(mesh)
-    sizes = dict(abstract.shape)
-    if any(sizes[axis] > 1 for axis in abstract.manual_axes):
+
+    sizes = dict(mesh.shape)
+    if any(sizes[axis] > 1 for axis in abstract_mesh(mesh).manual_axes):
         return ArraySplit(refusal="it does not run inside a jax.shard_map or a pipeline")
+
     entries = explicit_entries(x)
     if entries is None:
         entries = tuple(logical_to_mesh_axes(names) or ())
@@ -175,24 +195,27 @@ def split_of(x: jax.Array, names: Sequence[Any], description: str) -> ArraySplit
             return ArraySplit(
                 refusal=f"no rules in scope say how the mesh {sizes} splits {description}"
             )
+
     parts = (tuple(a for a in mesh_axes_of(entry) if sizes.get(a, 1) > 1) for entry in entries)
     return ArraySplit(mesh, tuple(parts))
 
 
 def rows_split(x: jax.Array, features: Any) -> ArraySplit:
-    """The split of rows, for a kernel of whole rows."""
+    """Returns the split of rows, for a kernel of whole rows."""
     named = ("batch", "seq")[: x.ndim - 1]
     names = (*named, *(None,) * (x.ndim - 1 - len(named)), features)
     split = split_of(x, names, "rows")
     if split.mesh is None:
         return split
+
     if split.parts[-1]:
         return ArraySplit(refusal=f"its features are split over {', '.join(split.parts[-1])}")
     if len(named) < x.ndim - 1 and explicit_entries(x) is None and split.unused:
         # Heads may be split, for one; the region would gather them.
         axes = ", ".join(split.unused)
         return ArraySplit(refusal=f"no rules say which of {x.ndim} dimensions {axes} split")
-    sizes = abstract_mesh(split.mesh).shape
+
+    sizes = split.mesh.shape
     pairs = zip(split.parts, x.shape, strict=True)
     return split._replace(parts=tuple(dividing(axes, sizes, size) for axes, size in pairs))
 
@@ -218,10 +241,9 @@ def run_region(
     """Runs a kernel on each device's part of the arrays."""
     if abstract_mesh(mesh).explicit_axes:
         arrays = [placed(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
-    in_scope = not jax.sharding.get_abstract_mesh().empty
     return jax.shard_map(
         kernel,
-        mesh=None if in_scope else mesh,
+        mesh=mesh_of_region(mesh),
         in_specs=tuple(specs),
         out_specs=out_specs,
         check_vma=False,  # Pallas's kernels do not say along which axes their results vary
@@ -306,13 +328,16 @@ def gated_unit(
 
     if split.mesh is None:
         return kernel(x, gate, up)
-    sizes = abstract_mesh(split.mesh).shape
+
+    # Columns of the kernels, so of the hidden layer, are split where rows are not.
+    sizes = split.mesh.shape
     entries = explicit_entries(gate)
     if entries is None:
         entries = tuple(logical_to_mesh_axes(names) or (None, None))
     taken = {axis for axes in split.parts for axis in axes}
     hidden = tuple(a for a in mesh_axes_of(entries[-1]) if sizes.get(a, 1) > 1 and a not in taken)
     columns = dividing(hidden, sizes, gate.shape[-1]) or None
+
     rows, by_column = split.spec(), PartitionSpec(None, columns)
     out = PartitionSpec(*rows[:-1], columns)
     return run_region(split.mesh, kernel, (x, gate, up), (rows, by_column, by_column), out)
@@ -322,12 +347,17 @@ def gated_unit(
 
 
 def against_experts(dispatch: str, axes: Sequence[str] | None) -> str:
-    """Says why tokamax cannot run experts, or nothing."""
-    # ``axes`` are those over which its region, if there is one, splits tokens and experts.
+    """Says why tokamax cannot run experts, or nothing.
+
+    Args:
+        dispatch: That of the layer.
+        axes: Mesh axes over which a region splits tokens and experts; None without a region.
+    """
     if dispatch == "dense" or (dispatch == "capacity" and axes is None):
         return f'dispatch="{dispatch}" has no products by group; dispatch="dropless" has'
+
     mesh = resolve_mesh()
-    sizes = {} if mesh is None else dict(abstract_mesh(mesh).shape)
+    sizes = {} if mesh is None else mesh.shape
     left = [axis for axis, size in sizes.items() if size > 1 and axis not in (axes or ())]
     if left:
         return f"no rules say that {', '.join(left)} split its tokens, experts or hidden layer"
@@ -397,6 +427,7 @@ def loss_sum(
         labels = jnp.where(counted, targets, 0).reshape(-1).astype(jnp.int32)
         missing = -len(rows) % _LOSS_ROWS if is_tpu else 0
         rows, labels = jnp.pad(rows, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
+
         with tokamax_scope("loss") as tokamax:
             # By itself tokamax 0.0.12 takes the operations of XLA on TPUs too.
             total = tokamax.linear_softmax_cross_entropy_loss(
@@ -405,12 +436,14 @@ def loss_sum(
                 kernel.astype(jnp.float32),
                 implementation="mosaic_tpu" if is_tpu else "xla",
             )
+
         left_out = len(rows) - counted.sum(dtype=jnp.float32)
         return (total - left_out * math.log(kernel.shape[1]))[None]
 
     arrays = hidden, kernel, targets, counted
     if split.mesh is None:
         return of_device(*arrays)[0]
+
     tokens = split.spec()
     axes = tuple(axis for part in split.parts for axis in part)
     rows = PartitionSpec(*tokens, None)

@@ -29,7 +29,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,19 +38,16 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax import Intermediate, RngState, State, iter_modules, iter_variables, merge, remat, split
-from shardax._parallel.manual_axes import mark_varying, sum_over
-from shardax._parallel.microbatches import cut, joined
-from shardax.errors import ModuleError
-from shardax.extend import (
-    AnyMesh,
-    Origin,
-    Path,
-    PyTree,
-    format_path,
-    is_prng_key,
-    mesh_axes_of,
-    varying_axes,
+from shardax._parallel import errors
+from shardax._parallel.manual_axes import (
+    axis_types,
+    mark_varying,
+    mesh_of_region,
+    sum_over,
+    with_auto_axes,
 )
+from shardax._parallel.microbatches import cut, joined
+from shardax.extend import Origin, Path, PyTree, is_prng_key, mesh_axes_of
 from shardax.partition import current_rules, resolve_mesh
 
 Run = Callable[[Any, Any, list[Any], int], Any]
@@ -77,14 +74,10 @@ class Stages:
 
     def varying(self, tree: object) -> Any:
         """Marks equal values of stages as varying."""
-        if self.axis is None:
-            return tree
         axis = self.axis
-
-        def marked(x):
-            return x if axis in varying_axes(x) else mark_varying(jnp.asarray(x), (axis,))
-
-        return jax.tree.map(marked, tree)
+        if axis is None:
+            return tree
+        return jax.tree.map(lambda x: mark_varying(jnp.asarray(x), (axis,)), tree)
 
     def gathered(self, values: Mapping[Path, object]) -> dict[Path, Any]:
         """Returns values whole along the axis, if their type has it."""
@@ -109,6 +102,7 @@ class Stages:
     def _exchanged(self, tree: object, rounds: int, dim: int, *, in_order: bool):
         if rounds == 1 or self.axis is None:
             return tree
+
         # Permutations send no padding. Many of them take compilers long, and an exchange of many
         # layers has little padding: none where stages divide rounds.
         how = self._permuted if rounds < self.count else self._all_to_all
@@ -123,22 +117,24 @@ class Stages:
         return jax.tree.map(exchanged, tree)
 
     def _permuted(self, rounds: int, dim: int, in_order: bool) -> Callable[[jax.Array], jax.Array]:
-        """Exchanges layers by permutations of stages."""
+        """Returns an exchange of layers by permutations of stages."""
         axis, stage, moves = self.axis, self.index(), _moves(self.count, rounds)
         if in_order:
-            sent, filled = [(m.place, m.pairs) for m in moves], [m.round for m in moves]
+            sent = [(move.slot, move.pairs) for move in moves]
+            filled = [move.round for move in moves]
         else:
-            back = [[(target, source) for source, target in m.pairs] for m in moves]
-            sent = [(m.round, pairs) for m, pairs in zip(moves, back, strict=True)]
-            filled = [m.place for m in moves]
-        # In which move each place of a stage is filled.
+            back = [[(target, source) for source, target in move.pairs] for move in moves]
+            sent = [(move.round, pairs) for move, pairs in zip(moves, back, strict=True)]
+            filled = [move.slot for move in moves]
+
+        # In which move each slot of a stage is filled.
         order = jnp.asarray(np.argsort(np.array(filled), axis=0).T)[stage]
 
         def exchange(x: jax.Array) -> jax.Array:
             parts = []
-            for place, pairs in sent:
-                place_here = jnp.asarray(place)[stage]
-                part = jax.lax.dynamic_index_in_dim(x, place_here, dim, keepdims=False)
+            for slots, pairs in sent:
+                slot = jnp.asarray(slots)[stage]
+                part = jax.lax.dynamic_index_in_dim(x, slot, dim, keepdims=False)
                 parts.append(jax.lax.ppermute(part, axis, pairs))
             return jnp.take(jnp.stack(parts, dim), order, axis=dim)
 
@@ -147,15 +143,16 @@ class Stages:
     def _all_to_all(
         self, rounds: int, dim: int, in_order: bool
     ) -> Callable[[jax.Array], jax.Array]:
-        """Exchanges layers by one all-to-all."""
-        # Layer l is in place l % rounds of stage l // rounds; in rounds in place l // stages of
+        """Returns an exchange of layers by one all-to-all."""
+        # Layer l is in slot l % rounds of stage l // rounds; in rounds in slot l // stages of
         # stage l % stages.
         axis, stage, count = self.axis, self.index(), self.count
         every = np.arange(count)
+
         # The most layers that one stage has for another; what is less is sent all the same.
         slots = np.arange(-(-rounds // count))
         if in_order:
-            first = (every - stage * rounds) % count  # the first place for each stage
+            first = (every - stage * rounds) % count  # the first slot for each stage
             send = first[:, None] + count * slots[None]
             layer = np.arange(rounds) * count + stage
             source, slot = layer // rounds, layer % rounds // count
@@ -164,6 +161,7 @@ class Stages:
             send = (every[:, None] * rounds + first[:, None] + count * slots[None]) // count
             layer = stage * rounds + np.arange(rounds)
             source, slot = layer % count, layer % rounds // count
+
         send = jnp.minimum(send, rounds - 1).reshape(-1)
 
         def exchange(x: jax.Array) -> jax.Array:
@@ -176,13 +174,14 @@ class Stages:
 
     def of_last(self, tree: object) -> Any:
         """Returns the last stage's value, in all stages."""
-        if self.axis is None:
+        axis = self.axis
+        if axis is None:
             return tree
         is_last = self.index() == self.count - 1
 
         def chosen(x: jax.Array) -> jax.Array:
             number = x.astype(jnp.int8) if x.dtype == bool else x
-            summed = sum_over(jnp.where(is_last, number, jnp.zeros_like(number)), self.axis)
+            summed = sum_over(jnp.where(is_last, number, jnp.zeros_like(number)), axis)
             return summed.astype(x.dtype)
 
         return jax.tree.map(chosen, tree)
@@ -191,7 +190,7 @@ class Stages:
 class _Move(NamedTuple):
     """A layer of each stage on its way into rounds."""
 
-    place: list[int]  # by stage: of the layer that it sends, among its layers
+    slot: list[int]  # by stage: of the layer that it sends, among its layers
     pairs: list[tuple[int, int]]  # from, to
     round: list[int]  # by stage: of the layer that it is sent
 
@@ -202,13 +201,14 @@ def _moves(stages: int, rounds: int) -> list[_Move]:
     # is one number, m the least common multiple of R and S, each stage has one and is sent one: all
     # layers of a stage have one l // m, and two layers for one stage differ by a multiple of S, so
     # also of the greatest common divisor, by less than which values of l // m differ.
-    multiple, moves = math.lcm(rounds, stages), []
+    multiple = math.lcm(rounds, stages)
+    moves: list[_Move] = []
     for number in range(rounds):
-        place = [(number - stage * rounds // multiple) % rounds for stage in range(stages)]
-        layers = [stage * rounds + place[stage] for stage in range(stages)]
+        slots = [(number - stage * rounds // multiple) % rounds for stage in range(stages)]
+        layers = [stage * rounds + slots[stage] for stage in range(stages)]
         pairs = [(stage, layer % stages) for stage, layer in enumerate(layers)]
-        by_stage = {layer % stages: layer // stages for layer in layers}
-        moves.append(_Move(place, pairs, [by_stage[stage] for stage in range(stages)]))
+        round_of = {layer % stages: layer // stages for layer in layers}
+        moves.append(_Move(slots, pairs, [round_of[stage] for stage in range(stages)]))
     return moves
 
 
@@ -217,29 +217,17 @@ def find_stages(axis_name: str, length: int) -> Stages:
     mesh, rules = resolve_mesh(), current_rules()
     if mesh is None or not rules:
         return Stages(None, 1)
-    axes = [
-        axis
-        for axis in mesh_axes_of(rules.assign((axis_name,)).entries[0])
-        if axis in mesh.shape and not _is_manual(mesh, axis)
-    ]
+
+    types = axis_types(mesh)
+    ruled = mesh_axes_of(rules.assign((axis_name,)).entries[0])
+    axes = [axis for axis in ruled if types.get(axis, AxisType.Manual) is not AxisType.Manual]
     if len(axes) > 1:
-        raise ModuleError(
-            f"The rules lay {axis_name!r} over the mesh axes {', '.join(map(repr, axes))}, but a "
-            f"pipeline has its stages along one. Give it one: ({axis_name!r}, {axes[0]!r})."
-        )
+        raise errors.stages_over_several_axes(axis_name, axes)
+
     count = mesh.shape[axes[0]] if axes else 1
     if length % count:
-        raise ModuleError(
-            f"The rules lay {axis_name!r} over the mesh axis {axes[0]!r} of {count} stages, but "
-            f"{length} layers cannot be divided over them. Make a stack of a multiple of {count} "
-            f"layers, or take {axis_name!r} out of the rules."
-        )
+        raise errors.layers_not_divided(axis_name, axes[0], count, length)
     return Stages(axes[0], count) if count > 1 else Stages(None, 1)
-
-
-def _is_manual(mesh: AnyMesh, axis: str) -> bool:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return kinds[axis] is AxisType.Manual
 
 
 # --- Microbatches ---
@@ -248,21 +236,14 @@ def _is_manual(mesh: AnyMesh, axis: str) -> bool:
 def check_rows(x: object, count: int) -> int:
     """Returns the number of rows, if divisible."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
-    rows = {shape[0] if shape else None for shape in shapes}
-    if len(rows) != 1 or None in rows:
-        raise ModuleError(
-            f"A stack with microbatches cuts its input into rows, but was given arrays of the "
-            f"shapes {', '.join(map(str, shapes)) or 'of none'}, which have no first dimension of "
-            "one size."
-        )
-    (size,) = rows
-    assert size is not None  # it was looked for above
-    if size % count:
-        raise ModuleError(
-            f"{size} rows cannot be cut into {count} microbatches of equal size. Give the stack a "
-            f"batch of a multiple of {count} rows, or another number of microbatches."
-        )
-    return size
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) != 1 or () in sizes:
+        raise errors.no_rows(shapes)
+
+    ((rows,),) = sizes
+    if rows % count:
+        raise errors.rows_not_divided(rows, count)
+    return rows
 
 
 def find_rowwise(
@@ -273,24 +254,20 @@ def find_rowwise(
     count: int,
 ) -> list[bool]:
     """Returns the arguments with a row for each row of ``x``."""
-    is_row_by_row = [item is not None and np.shape(item)[:1] == (rows,) for item in arguments]
+    has_rows = [item is not None and np.shape(item)[:1] == (rows,) for item in arguments]
     inner = {size for leaf in jax.tree.leaves(x) for size in np.shape(leaf)[1:]}
-    doubtful = [position for position, is_rowwise in enumerate(is_row_by_row) if is_rowwise]
+    doubtful = [position for position, is_rowwise in enumerate(has_rows) if is_rowwise]
     if count == 1 or rows not in inner or not doubtful:
-        return is_row_by_row
+        return has_rows
+
     # The first dimension may be another one of the same size, such as time. What fits is taken.
     choices = itertools.product((True, False), repeat=len(doubtful))
     trials = [dict(zip(doubtful, choice, strict=True)) for choice in choices]
     fitting = [trial for trial in trials if _fits(run, x, arguments, trial, count)]
-    if len(fitting) == 1:
-        return [fitting[0].get(position, False) for position in range(len(arguments))]
-    shapes = ", ".join(str(np.shape(arguments[position])) for position in doubtful)
-    raise ModuleError(
-        f"The input of the stack has {rows} rows and another dimension of size {rows}, so it does "
-        f"not show whether arguments of the shapes {shapes} have a row for each of its rows. Give "
-        "those that all rows share a first dimension of size 1, such as mask[None]; or use another "
-        "batch size."
-    )
+    if len(fitting) != 1:
+        shapes = [np.shape(arguments[position]) for position in doubtful]
+        raise errors.rows_or_another_dimension(rows, shapes)
+    return [fitting[0].get(position, False) for position in range(len(arguments))]
 
 
 def _fits(
@@ -306,7 +283,7 @@ def _fits(
         return jax.tree.map(lambda part: part[0], cut(item, count))
 
     def one(x, arguments: list[PyTree]) -> PyTree:
-        mine = [first(g) if trial.get(place) else g for place, g in enumerate(arguments)]
+        mine = [first(g) if trial.get(position) else g for position, g in enumerate(arguments)]
         return first(x), run(first(x), mine)
 
     try:
@@ -330,6 +307,7 @@ class Step:
         self.origins = state.origins()
         self.run = run
         self.microbatches = microbatches
+
         variables = dict(iter_variables(stacked))
         self.shared = {path for path, v in variables.items() if is_shared(path, v)}
         self.random = {path for path, v in variables.items() if isinstance(v, RngState)}
@@ -351,30 +329,27 @@ class Step:
                     fold = jax.vmap(fold)
                 entering[path] = fold(keys)
         model = merge(self.graphdef, State.from_flat(entering, self.origins))
+
         y = self.run(model, x, arguments, length)
-        values_after = {path: (v, v.value) for path, v in iter_variables(model)}
+
+        variables = dict(iter_variables(model))
+        lost = values.keys() - variables.keys()
+        if lost:
+            raise errors.variables_taken_away(lost)
+
         written: dict[Path, Any] = {}
         sown: dict[Path, Any] = {}
-        for path, (variable, value) in values_after.items():
+        for path, variable in variables.items():
             if path not in values:
                 self.origins[path] = Origin.of(variable)
             if path not in values or path in self.sown:
-                sown[path] = _added(values.get(path), value)
-            elif path not in self.keys and not _same(entering[path], value):
-                written[path] = value
-        lost = values.keys() - values_after.keys()
-        if lost:
-            raise ModuleError(
-                f"The layers of a stack with microbatches took away {_listed(lost)}. They may "
-                "write Variables and add some, but take none away."
-            )
+                sown[path] = _added(values.get(path), variable.value)
+            elif path not in self.keys and not _same(entering[path], variable.value):
+                written[path] = variable.value
+
         refused = (written.keys() & self.shared) - self.counts
         if refused:
-            raise ModuleError(
-                f"The layers of a stack with microbatches wrote {_listed(refused)}, which they "
-                "share. A later microbatch is in work while an earlier one still writes it, so the "
-                "order would be another one. Give each layer its own, or take microbatches= away."
-            )
+            raise errors.shared_variables_written(refused)
         return y, written, sown
 
 
@@ -387,10 +362,6 @@ def _added(start, end):
     """Returns the appended items of a tuple, else all."""
     grown = isinstance(start, tuple) and isinstance(end, tuple) and len(end) > len(start)
     return end[len(start) :] if grown else end
-
-
-def _listed(paths: Iterable[Path]) -> str:
-    return ", ".join(map(format_path, sorted(paths, key=str)))
 
 
 # --- The pipeline ---
@@ -410,38 +381,59 @@ def run_pipeline(
     microbatches: int,
     schedule: str,
 ) -> PyTree:
-    """Runs layers over a batch in microbatches, and writes their state."""
-    # ``given`` has None for arguments that are not arrays. ``run`` keeps for the gradient what the
-    # policy says, ``run_whole`` everything.
+    """Runs layers over a batch in microbatches, and writes their state.
+
+    Args:
+        stacked: The layers as one Module, with a leading dimension.
+        is_shared: Filter of the Variables that all layers share.
+        run: Runs layers; keeps for the gradient what the policy says.
+        run_whole: Likewise; keeps everything.
+        x: What goes from layer to layer.
+        arguments: What every layer is given, None for those that are not arrays.
+        policy: The remat policy.
+        axis_name: Name of the leading dimension.
+        length: The number of layers.
+        microbatches: The number of microbatches.
+        schedule: ``"gpipe"`` or ``"circular"``.
+
+    Returns:
+        What the last layer returns.
+    """
     stages = find_stages(axis_name, length)
     in_rounds = schedule == "circular" and 1 < stages.count < length
     step = Step(stacked, run_whole if in_rounds else run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
 
+    # One call for the whole batch is traced: its types are those of what is joined.
     def whole(x, arguments: list[PyTree]) -> PyTree:
         return step(stages.gathered(step.values), x, arguments, length, 0)
 
     rowwise = find_rowwise(
         lambda x, arguments: whole(x, arguments)[0], x, arguments, rows, microbatches
     )
-    types = _result_types(whole, x, arguments)
-    step.written, step.counts = set(types[1]) - step.shared, set(types[1]) & step.counts
+    y_type, written_types, sown_types = _result_types(whole, x, arguments)
+    step.written = set(written_types) - step.shared
+    step.counts &= set(written_types)
 
     def compute(values: dict[Path, Any], x, arguments: list[PyTree]):
-        call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         pairs = list(zip(arguments, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
         same = [None if of_row else g for g, of_row in pairs]
+
+        call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         y, state, sown = call(values, cut(x, microbatches), parts, same)
+
         size = rows // microbatches
         totals = {
-            path: jax.tree.map(functools.partial(_combined, path, size), value, types[2][path])
+            path: jax.tree.map(functools.partial(_combined, path, size), value, sown_types[path])
             for path, value in sown.items()
         }
         return joined(y), state, totals
 
     state = tuple({p: step.values[p] for p in paths} for paths in (step.counts, step.written))
-    run_typed = _with_auto_axes(compute, (types[0], jax.tree.map(jax.typeof, state), types[2]))
+    types = y_type, jax.tree.map(jax.typeof, state), sown_types
+    layouts = jax.tree.map(operator.attrgetter("sharding"), types)
+    run_typed = with_auto_axes(compute, jax.sharding.get_abstract_mesh(), layouts)
     y, (counts, written), sown = run_typed(step.values, x, arguments)
     _write(stacked, {**counts, **written}, sown, step)
     return y
@@ -462,18 +454,6 @@ def _result_types(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
     return types
 
 
-def _with_auto_axes(function: Callable[..., object], types: PyTree) -> Callable[..., Any]:
-    """Runs a function with Explicit axes as Auto, whose results have given types."""
-    # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-    if not explicit:
-        return function
-    layouts = jax.tree.map(operator.attrgetter("sharding"), types)
-    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=layouts)
-
-
 class _Pipeline:
     """One call: the work of each stage at each tick."""
 
@@ -484,11 +464,13 @@ class _Pipeline:
         self.stages = stages
         self.policy = policy
         self.microbatches = microbatches
+
         in_rounds = schedule == "circular" and stages.axis is not None
         self.rounds = length // stages.count if in_rounds else 1
         self.length = length // stages.count // self.rounds  # layers of a tick
         self.period = max(microbatches, stages.count)  # ticks of a round
         self.ticks = _ticks(stages.count, microbatches, self.rounds)
+
         # What planners and profiles read.
         self.name = (
             f"pipeline(schedule={schedule if self.rounds > 1 else 'gpipe'},stages={stages.count},"
@@ -503,12 +485,11 @@ class _Pipeline:
         own_values = {p: v for p, v in values.items() if p not in self.step.shared}
         if self.stages.axis is None:
             return self._region(own_values, shared, x, parts, same)
+
         by_stage, whole = PartitionSpec(self.stages.axis), PartitionSpec()
-        # A mesh of ``with mesh:`` is not one that JAX finds by itself.
-        mesh = resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None
         region = jax.shard_map(
             self._region,
-            mesh=mesh,
+            mesh=mesh_of_region(resolve_mesh()),
             in_specs=(by_stage, whole, whole, whole, whole),
             out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
             axis_names={self.stages.axis},
@@ -517,21 +498,24 @@ class _Pipeline:
             return region(own_values, shared, x, parts, same)
 
     def _region(self, own_values, shared, x, parts: list[Any], same: list[PyTree]):
+        """Returns (rows by microbatch, state, sown values) of a stage."""
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
+
         # Marked here, so that their gradients are summed as ``mark_varying`` says.
         shared, x, parts, same = stages.varying((shared, x, parts, same))
         counts = {path: jnp.asarray(shared[path]) for path in step.counts}
-        # A stream advances as in one call.
-        fresh = step.random - step.shared
         own_values = stages.to_rounds(jax.tree.map(jnp.asarray, own_values), rounds)
         written = {path: own_values[path] for path in step.written}
+        fresh = step.random - step.shared  # a stream advances as in one call
 
         def work(own_values, present, entering, arguments: list[PyTree], turn, number):
+            """Runs the layers of a round for one microbatch; also returns the state before."""
+            x, counts = entering
             layers, state = self._of_round(own_values, turn), self._of_round(present, turn)
-            values = {**layers, **state, **shared, **entering[1]}
+            values = {**layers, **state, **shared, **counts}
             values |= {path: layers[path] for path in fresh}
-            return *step(values, entering[0], arguments, self.length, number), state
+            return *step(values, x, arguments, self.length, number), state
 
         run: Callable[..., Any] = work
         if rounds > 1:
@@ -541,11 +525,14 @@ class _Pipeline:
 
         def tick(carry, time: object):
             arriving, waiting, present, results = carry
+
+            # Which round (``turn``) and microbatch (``number``) the stage works on, if on any.
             begun, ended = time - stage, time - stage - (rounds - 1) * self.period
             turn = jnp.clip(begun // self.period, 0, rounds - 1)
             number = jnp.clip(begun % self.period, 0, self.microbatches - 1)
             at_work = (begun >= 0) & (begun % self.period < self.microbatches)
             at_work &= ended < self.microbatches
+
             # Idle stages work on what is there: numbers made up, such as zeros, could give a
             # gradient that is not finite.
             arriving, waiting = self._wait(stage, time, arriving, waiting)
@@ -556,9 +543,11 @@ class _Pipeline:
                 for g, part in zip(same, parts, strict=True)
             ]
             y, new_values, sown, state = run(own_values, present, entering, arguments, turn, number)
+
             leaving = (y, {path: new_values.get(path, entering[1][path]) for path in counts})
             later = {path: new_values.get(path, value) for path, value in state.items()}
             present = self._with_round(present, turn, _choose(at_work, later, state))
+
             is_result = at_work & (ended >= 0)
             chosen = _choose(is_result, y, _part(results, number))
             results = _with_part(results, number, chosen)
@@ -571,6 +560,7 @@ class _Pipeline:
         results = jax.tree.map(lambda array: jnp.stack([array] * self.microbatches), start[0])
         carry = (start, waiting, written, results)
         carry, (counted, sown) = jax.lax.scan(tick, carry, jnp.arange(self.ticks))
+
         _, _, written, results = carry
         final = jax.tree.map(lambda c: c[-1], counted)
         y, final = stages.of_last((results, final))
@@ -582,9 +572,9 @@ class _Pipeline:
         """Keeps arrivals of the first stage until its next round begins."""
         if waiting is None:
             return arriving, None
-        place = time % (self.period - self.stages.count)
-        oldest = _part(waiting, place)
-        return _choose(stage == 0, oldest, arriving), _with_part(waiting, place, arriving)
+        slot = time % (self.period - self.stages.count)
+        oldest = _part(waiting, slot)
+        return _choose(stage == 0, oldest, arriving), _with_part(waiting, slot, arriving)
 
     def _of_round(self, values: dict[Path, Any], turn) -> dict[Path, Any]:
         """The layers of a round, of those of a stage."""
@@ -651,40 +641,38 @@ def _choose(condition, left, right):
 
 def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
     """Joins the sown values of microbatches, (microbatches, layers, ...)."""
-    count, _, *part = parts.shape
+    count, layers, *part = parts.shape
     row_shape = whole.shape[1:]
     if tuple(part) == row_shape:
         if count == 1:
             return parts[0]
         if jnp.issubdtype(parts.dtype, jnp.inexact):
             return jnp.mean(parts, axis=0).astype(parts.dtype)
+
+    # Rows, perhaps several for each row of the input, along the one dimension that differs.
     differ = [k for k, (a, b) in enumerate(zip(part, row_shape, strict=True)) if a != b]
-    fits = len(part) == len(row_shape) and len(differ) == 1
-    if fits and part[differ[0]] * count == row_shape[differ[0]]:
+    if len(differ) == 1 and part[differ[0]] * count == row_shape[differ[0]]:
         (k,) = differ
         if part[k] % rows == 0:
             shape = parts.shape
             split_rows = parts.reshape(*shape[: k + 2], rows, part[k] // rows, *shape[k + 3 :])
-            return jnp.moveaxis(split_rows, 0, k + 2).reshape(parts.shape[1], *row_shape)
-    raise ModuleError(
-        f"Layers of a stack sowed {parts.dtype}{part} at {format_path(path)} for each of {count} "
-        f"microbatches, and {list(row_shape)} for a whole batch: neither rows, which are put "
-        "together again, nor real numbers, which are averaged. Sow something else, or take "
-        "microbatches= away."
-    )
+            return jnp.moveaxis(split_rows, 0, k + 2).reshape(layers, *row_shape)
+    raise errors.sown_values_not_joined(path, parts, count, row_shape)
 
 
 def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
+    """Writes state, and sown values, which may be of new Variables, into the layers."""
     variables = dict(iter_variables(stacked))
-    owners = dict(iter_modules(stacked))
     for path, value in state.items():
         variables[path].value = value
+
+    owners = dict(iter_modules(stacked))
     for path, value in sown.items():
-        if path in variables:
-            old_value = variables[path].value
-            appended = isinstance(old_value, tuple) and isinstance(value, tuple) and old_value
-            variables[path].value = (*old_value, *value) if appended else value
-        else:
-            origin = step.origins[path]
-            variable = origin.variable_type(value)
+        if path not in variables:
+            variable = step.origins[path].variable_type(value)
             setattr(owners[path[:-1]], str(path[-1]), variable)
+            continue
+
+        old_value = variables[path].value
+        is_appended = isinstance(old_value, tuple) and isinstance(value, tuple) and old_value
+        variables[path].value = (*old_value, *value) if is_appended else value

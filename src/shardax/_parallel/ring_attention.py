@@ -17,7 +17,6 @@ are brought into this order and back here: inputs and results of a model are in 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
+from shardax._parallel.manual_axes import axis_types, mesh_of_region, vary, with_auto_axes
 from shardax.extend import ScopeSettings, explicit_entries, mesh_axes_of
 from shardax.partition import logical_to_mesh_axes, resolve_mesh
 
@@ -63,14 +63,15 @@ def ring_axes(query: jax.Array) -> tuple[str, ...]:
     mesh = resolve_mesh()
     if ScopeSettings.current().context == "all-gather" or mesh is None:
         return ()
+
     entries = explicit_entries(query)
     axes = () if entries is None else mesh_axes_of(entries[-3])
     if not axes:  # the compiler decides, or the tokens came unplaced: what the rules say
-        axes = mesh_axes_of((logical_to_mesh_axes(("seq",)) or PartitionSpec(None))[0])
+        ruled = mesh_axes_of((logical_to_mesh_axes(("seq",)) or PartitionSpec(None))[0])
         used_axes = {axis for entry in entries or () for axis in mesh_axes_of(entry)}
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        free = (AxisType.Auto, AxisType.Explicit)
-        axes = tuple(axis for axis in axes if kinds.get(axis) in free and axis not in used_axes)
+        types = axis_types(mesh)
+        free = [axis for axis, kind in types.items() if kind is not AxisType.Manual]
+        axes = tuple(axis for axis in ruled if axis in free and axis not in used_axes)
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
@@ -87,6 +88,7 @@ def make_ring(
     """Ring over a mesh axis, in the order of the scope."""
     mesh = resolve_mesh()
     assert mesh is not None
+
     # Without an order every device reads all, and in a window each reads as much: balanced as is.
     same_length = query.shape[-3] == key.shape[-3]
     zigzag = (
@@ -106,29 +108,26 @@ def ring_attention(
     mask: jax.Array | None,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Attends; arrays are (..., time, heads, head_dim), split by time."""
-    # ``segments`` are those of queries and of keys, (..., time).
+    """Attends; arrays are (..., time, heads, head_dim), split by time.
+
+    Args:
+        ring: The ring.
+        query: The queries.
+        key: The keys.
+        value: The values.
+        mask: What may be read, or None.
+        segments: Those of queries and of keys, (..., time), or None.
+    """
     mesh = resolve_mesh()
     assert mesh is not None
-    query, key, value = map(_varying, (query, key, value))
-    part = Part(key, value, None if segments is None else segments[1])
-    segments_here = None if segments is None else segments[0]
-    attend: Any = functools.partial(_attend, ring)
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-    if explicit:
-        place = jax.typeof(query).sharding
-        attend = jax.sharding.auto_axes(attend, axes=explicit, out_sharding=place)
-    return attend(query, part, mask, segments_here)
 
+    # Gradients differ along all manual axes that any array does, and have the types of the arrays.
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    query, key, value = (vary(x, around) for x in (query, key, value))
+    query_segments, key_segments = (None, None) if segments is None else segments
 
-def _varying(x: jax.Array) -> jax.Array:
-    """Marks an array as different along the manual axes around."""
-    # Gradients differ along all that any array does, and have the types of the arrays.
-    for axis in jax.sharding.get_abstract_mesh().manual_axes:
-        with contextlib.suppress(ValueError):  # marked already
-            x = jax.lax.pcast(x, (axis,), to="varying")
-    return x
+    attend = with_auto_axes(functools.partial(_attend, ring), mesh, jax.typeof(query).sharding)
+    return attend(query, Part(key, value, key_segments), mask, query_segments)
 
 
 def _region(ring: Ring, function, in_specs: object, out_specs: object):
@@ -139,7 +138,7 @@ def _region(ring: Ring, function, in_specs: object, out_specs: object):
     function = jax.checkpoint(functools.partial(function, ring), prevent_cse=False)
     return jax.shard_map(
         function,
-        mesh=resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None,
+        mesh=mesh_of_region(resolve_mesh()),
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names={ring.axis},
@@ -165,13 +164,25 @@ class Saved(NamedTuple):
     total: Any
 
 
-def _specs(
-    ring: Ring, query: object, part: Part, mask: object, segments: object
-) -> tuple[Any, ...]:
-    by_time = _split(ring, query, -3)
-    by_segment = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
-    of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), by_segment)
-    return by_time, of_part, _split(ring, mask, -2), by_segment
+class _Specs(NamedTuple):
+    """How the arguments of a ring, and what it saves of them, are split."""
+
+    query: PartitionSpec
+    part: Part
+    mask: PartitionSpec
+    segments: PartitionSpec
+
+    @classmethod
+    def of(cls, ring: Ring, query, part: Part, mask: object, segments: object) -> _Specs:
+        by_time = _split(ring, query, -3)
+        by_segment = PartitionSpec() if segments is None else by_time
+        key, value = (_split(ring, x, -3) for x in (part.key, part.value))
+        return cls(by_time, Part(key, value, by_segment), _split(ring, mask, -2), by_segment)
+
+    def saved(self, ring: Ring, query) -> Saved:
+        """Returns the specs of what is saved for the backward pass."""
+        numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
+        return Saved(*self, result=self.query, most=numbers, total=numbers)
 
 
 # The derivative is that of the whole, and no region is differentiated: within another manual region
@@ -182,13 +193,12 @@ def _attend(ring: Ring, query: object, part: Part, mask: object, segments: objec
 
 
 def _forward(ring: Ring, query, part: Part, mask: object, segments: object) -> tuple[Any, Saved]:
-    specs = _specs(ring, query, part, mask, segments)
-    numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
-    saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
+    specs = _Specs.of(ring, query, part, mask, segments)
     # Where a policy keeps nothing inside of the region (``outside_inner_regions``) it can keep the
     # results, as values with a name, and arguments with a name are those of outside.
     args = _named((query, part, mask, segments))
-    return _named(_region(ring, _read, specs, (specs[0], saved))(*args))
+    region = _region(ring, _read, tuple(specs), (specs.query, specs.saved(ring, query)))
+    return _named(region(*args))
 
 
 def _named(values):
@@ -196,11 +206,10 @@ def _named(values):
 
 
 def _backward(ring: Ring, saved: Saved, cotangents: object) -> tuple[Any, ...]:
-    specs = _specs(ring, saved.query, saved.part, saved.mask, saved.segments)
-    numbers = PartitionSpec(*(None,) * (saved.query.ndim - 1), ring.axis)
-    of_saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
-    out_specs = specs[0], (specs[1].key, specs[1].value)
-    region = _region(ring, _differentiate, (of_saved, specs[0]), out_specs)
+    specs = _Specs.of(ring, saved.query, saved.part, saved.mask, saved.segments)
+    in_specs = specs.saved(ring, saved.query), specs.query
+    out_specs = specs.query, (specs.part.key, specs.part.value)
+    region = _region(ring, _differentiate, in_specs, out_specs)
     to_query, (to_key, to_value) = region(saved, cotangents)
     return to_query, Part(to_key, to_value, None), None, None
 
@@ -212,11 +221,13 @@ def _to_order(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, ...]:
     """Brings a device's part into the order of the ring."""
     if not ring.zigzag:
         return query, part, mask, segments
+
     in_order = functools.partial(_zigzag, ring)
     query, key, value = (in_order(x, x.ndim - 3) for x in (query, part.key, part.value))
     query_segments, key_segments = (
         None if x is None else in_order(x, x.ndim - 1) for x in (segments, part.segments)
     )
+
     if mask is not None and mask.shape[-2] > 1:
         mask = in_order(mask, mask.ndim - 2)
     return query, Part(key, value, key_segments), mask, query_segments
@@ -231,14 +242,16 @@ def _zigzag(ring: Ring, x, dim: int, back: bool = False) -> Any:
     # Device i has the chunks 2i and 2i + 1; those of even and of odd number each go to as many
     # devices as there are, so each of both moves is a permutation.
     n = ring.devices
-    place = [chunk if chunk < n else 2 * n - 1 - chunk for chunk in range(2 * n)]
-    moves = [[(i, place[2 * i + odd]) for i in range(n)] for odd in (0, 1)]
+    device_of = [chunk if chunk < n else 2 * n - 1 - chunk for chunk in range(2 * n)]
+    moves = [[(i, device_of[2 * i + odd]) for i in range(n)] for odd in (0, 1)]
     halves = jnp.split(x, 2, dim)
+
     # The earlier chunk of device i is that of number i.
     is_odd = jax.lax.axis_index(ring.axis) % 2 == 1
     if back:
         halves = _swapped(is_odd, halves)
         moves = [[(target, source) for source, target in pairs] for pairs in moves]
+
     halves = [
         jax.lax.ppermute(half, ring.axis, pairs) for half, pairs in zip(halves, moves, strict=True)
     ]
@@ -272,7 +285,7 @@ def _read(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, Saved]:
     """Attends to a part of the queries."""
     query, part, mask, segments = _to_order(ring, query, part, mask, segments)
     grouped, by_head = _by_head(query, part)
-    places = _places(ring, query.shape[-3], 0)
+    positions = _positions(ring, query.shape[-3], 0)
 
     def update(state, grouped, part: Part, rows, columns, query_segments) -> Any:
         most, total, result = state
@@ -283,25 +296,26 @@ def _read(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, Saved]:
         return larger, scale * total + weights.sum(-1), scale[..., None] * result + weighted
 
     def read(state, part: Part, step) -> Any:
-        columns = _places(ring, part.key.shape[-2], step)
+        columns = _positions(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
-            return update(state, grouped, part, places, columns, segments)
+            return update(state, grouped, part, positions, columns, segments)
 
         def earlier(state: object) -> Any:
-            return update(state, grouped, _first_half(part), places, _half(columns, 0, 0), segments)
+            """All queries read the earlier chunk of the part."""
+            half = _half(columns, 0, 0)
+            return update(state, grouped, _first_half(part), positions, half, segments)
 
         def later(state) -> Any:
-            query_segments = None if segments is None else _half(segments, segments.ndim - 1, 1)
+            """The queries of the later chunk read the whole part."""
             pairs = [(x, x.ndim - less) for x, less in zip(state, (1, 1, 2), strict=True)]
-            part_of = tuple(_half(x, dim, 1) for x, dim in pairs)
-            arguments = (
+            updated = update(
+                tuple(_half(x, dim, 1) for x, dim in pairs),
                 _half(grouped, grouped.ndim - 2, 1),
                 part,
-                _half(places, 0, 1),
+                _half(positions, 0, 1),
                 columns,
-                query_segments,
+                None if segments is None else _half(segments, segments.ndim - 1, 1),
             )
-            updated = update(part_of, *arguments)
             return tuple(
                 _with_half(x, dim, 1, y) for (x, dim), y in zip(pairs, updated, strict=True)
             )
@@ -313,11 +327,13 @@ def _read(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, Saved]:
         travelling = _pass_on(ring, travelling)
         return (read(state, travelling, step), travelling), None
 
+    # The softmax's running maximum and sum, and the sum of weighted values.
     shape = grouped.shape
     start = (jnp.full(shape[:-1], _NEVER), jnp.zeros(shape[:-1]), jnp.zeros(shape))
     state = read(_own(ring, start), by_head, 0)
     turns = jnp.arange(1, 1 + _last_turn(ring, query, part.key))
     (state, _), _ = jax.lax.scan(turn, (state, by_head), turns)
+
     most, total, result = state
     result = _joined(result / total[..., None]).astype(query.dtype)
     return _back(ring, result), Saved(query, part, mask, segments, result, most, total)
@@ -326,25 +342,30 @@ def _read(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, Saved]:
 def _differentiate(ring: Ring, saved: Saved, cotangent) -> tuple[Any, ...]:
     """Returns the gradients of a part of the queries, keys and values."""
     query, part, mask, segments, result, most, total = saved
-    cotangent = _zigzag(ring, cotangent, cotangent.ndim - 3) if ring.zigzag else cotangent
+    if ring.zigzag:
+        cotangent = _zigzag(ring, cotangent, cotangent.ndim - 3)
+
     heads = part.key.shape[-2]
     grouped, by_head = _by_head(query, part)
     grouped, upwards, of_result = (
         x.astype(np.float32) for x in (grouped, _grouped(cotangent, heads), _grouped(result, heads))
     )
     share = (upwards * of_result).sum(-1)
-    places = _places(ring, query.shape[-3], 0)
+
+    positions = _positions(ring, query.shape[-3], 0)
     same_length = query.shape[-3] == part.key.shape[-3]
     narrowed = ring.window is not None and not same_length
     # A row that reads nothing has weights all the same; a soft cap has no slope at ``_NEVER``.
     cleared = narrowed or any(option is not None for option in (mask, segments, ring.softcap))
+
     rows = (grouped, upwards, share, most, total)  # what each query has, with its dimension
     dims = [x.ndim - less for x, less in zip(rows, (2, 2, 1, 1, 1), strict=True)]
 
-    def update(rows, part: Part, row_places, columns, query_segments) -> Any:
+    def update(rows, part: Part, row_positions, columns, query_segments) -> Any:
         grouped, upwards, share, most, total = rows
-        scores = _scores(ring, grouped, part, mask, query_segments, row_places, columns)
+        scores = _scores(ring, grouped, part, mask, query_segments, row_positions, columns)
         weights = jnp.exp(scores - most[..., None]) / total[..., None]
+
         to_value = jnp.einsum("...kgts,...kgth->...ksh", weights, upwards)
         changes = jnp.einsum("...kgth,...ksh->...kgts", upwards, part.value.astype(np.float32))
         changes = ring.scale * weights * (changes - share[..., None])
@@ -352,18 +373,19 @@ def _differentiate(ring: Ring, saved: Saved, cotangent) -> tuple[Any, ...]:
             changes = changes * (1 - (scores / ring.softcap) ** 2)
         if cleared:
             changes = jnp.where(scores == _NEVER, 0, changes)
+
         to_key = jnp.einsum("...kgts,...kgth->...ksh", changes, grouped)
         to_query = jnp.einsum("...kgts,...ksh->...kgth", changes, part.key.astype(np.float32))
         return to_query, to_key, to_value
 
     def read(sums, part: Part, step) -> Any:
-        columns = _places(ring, part.key.shape[-2], step)
+        columns = _positions(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
-            return jax.tree.map(jnp.add, sums, update(rows, part, places, columns, segments))
+            return jax.tree.map(jnp.add, sums, update(rows, part, positions, columns, segments))
         time = part.key.ndim - 2
 
         def earlier(sums) -> Any:
-            added = update(rows, _first_half(part), places, _half(columns, 0, 0), segments)
+            added = update(rows, _first_half(part), positions, _half(columns, 0, 0), segments)
             whole = [
                 _with_half(x, time, 0, _half(x, time, 0) + y)
                 for x, y in zip(sums[1:], added[1:], strict=True)
@@ -373,7 +395,7 @@ def _differentiate(ring: Ring, saved: Saved, cotangent) -> tuple[Any, ...]:
         def later(sums) -> Any:
             query_segments = None if segments is None else _half(segments, segments.ndim - 1, 1)
             mine = [_half(x, dim, 1) for x, dim in zip(rows, dims, strict=True)]
-            added = update(mine, part, _half(places, 0, 1), columns, query_segments)
+            added = update(mine, part, _half(positions, 0, 1), columns, query_segments)
             whole = _with_half(sums[0], dims[0], 1, _half(sums[0], dims[0], 1) + added[0])
             return (whole, sums[1] + added[1], sums[2] + added[2])
 
@@ -385,10 +407,12 @@ def _differentiate(ring: Ring, saved: Saved, cotangent) -> tuple[Any, ...]:
         to_query, *to_part = read((to_query, *to_part), part, step)
         return (to_query, part, tuple(to_part)), None
 
+    # Gradients of keys and values travel with them, and are added to by each device.
     zeros = _own(ring, [jnp.zeros(x.shape) for x in (grouped, by_head.key, by_head.value)])
     to_query, *to_part = read(tuple(zeros), by_head, 0)
     last = _last_turn(ring, query, part.key)
     carry, _ = jax.lax.scan(turn, (to_query, by_head, tuple(to_part)), jnp.arange(1, 1 + last))
+
     to_query, _, to_part = carry
     to_key, to_value = _pass_on(ring, to_part, ring.devices - last)  # home
     to_query = _joined(to_query).astype(query.dtype)
@@ -408,7 +432,7 @@ def _from_earlier(ring: Ring, step) -> Any:
     return jax.lax.axis_index(ring.axis) >= step
 
 
-def _places(ring: Ring, time: int, step) -> jax.Array:
+def _positions(ring: Ring, time: int, step) -> jax.Array:
     """Returns the positions of the present part after some steps."""
     device = (jax.lax.axis_index(ring.axis) - step) % ring.devices
     if not ring.zigzag:
@@ -427,6 +451,7 @@ def _scores(ring: Ring, grouped, part: Part, mask, query_segments, rows, columns
     scores = scores * ring.scale
     if ring.softcap is not None:
         scores = ring.softcap * jnp.tanh(scores / ring.softcap)
+
     rows, columns = rows[:, None], columns[None]
     allowed = jnp.ones((rows.shape[0], columns.shape[1]), bool)
     if ring.causal:
@@ -434,6 +459,7 @@ def _scores(ring: Ring, grouped, part: Part, mask, query_segments, rows, columns
     if ring.window is not None:
         allowed &= rows - columns < ring.window
     allowed = jnp.expand_dims(allowed, tuple(range(scores.ndim - 2)))
+
     if query_segments is not None:
         same = query_segments[..., :, None] == part.segments[..., None, :]
         allowed = allowed & same[..., None, None, :, :]
@@ -458,9 +484,7 @@ def _pass_on(ring: Ring, tree: object, far: int = 1) -> Any:
 
 def _own(ring: Ring, tree: object) -> Any:
     """Marks equal float32 values of devices as varying."""
-    return jax.tree.map(
-        lambda x: jax.lax.pcast(x.astype(np.float32), (ring.axis,), to="varying"), tree
-    )
+    return jax.tree.map(lambda x: vary(x.astype(np.float32), (ring.axis,)), tree)
 
 
 def _by_head(query: object, part: Part) -> tuple[Any, Part]:

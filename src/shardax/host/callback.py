@@ -33,6 +33,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental.buffer_callback import buffer_callback
 
+from shardax._parallel.manual_axes import vary
 from shardax.errors import ClosureError, TransformError
 from shardax.extend import (
     FlatCall,
@@ -124,6 +125,7 @@ class Promised:
         if isinstance(promised, jax.ShapeDtypeStruct):
             yield path, promised, returned
             return
+
         below = _children(promised)
         if returned is None and self.fills:
             items: Sequence[Any] = [None] * len(below)
@@ -139,6 +141,7 @@ class Promised:
             items = [child for _, child in _children(returned)]
         else:
             raise self._mismatch(path, _shown(promised), f"a {type(returned).__name__}")
+
         if len(items) != len(below):
             raise self._mismatch(path, _shown(promised), f"{len(items)} values")
         for (step, child), value in zip(below, items, strict=True):
@@ -154,13 +157,16 @@ class Promised:
                 f"with JAX. It runs while a program does, and JAX may then wait for itself without "
                 f"end. Compute with NumPy, or call the function in the program as it is."
             )
+
         try:
             array = np.asarray(leaf)
             kind = _kind(array.dtype)
         except Exception as error:  # any library may refuse in its own way
             raise self._mismatch(path, expected, f"a {type(leaf).__name__} ({error})") from error
+
         if array.shape != shape or kind > _kind(form.dtype):
             raise self._mismatch(path, expected, f"{array.dtype}{list(array.shape)}")
+
         with np.errstate(over="ignore"):
             fitted = array.astype(form.dtype, copy=False)
         if kind == _kind(np.integer) == _kind(form.dtype) and not np.array_equal(fitted, array):
@@ -205,6 +211,7 @@ def wrapped(name: str, error: Exception) -> HostFunctionError:
         _latest[number] = error
         while len(_latest) > _KEPT:
             _latest.popitem(last=False)
+
     trace_text = "".join(traceback.format_exception(error)).rstrip()
     return HostFunctionError(
         f"The host function {name} raised {type(error).__name__}: {error}\n\n{trace_text}\n\n"
@@ -334,6 +341,7 @@ class HostProgram:
         pairs = list(zip(leaves, self.forms, strict=True))
         batch = np.broadcast_shapes(*(leaf.shape[: leaf.ndim - len(f.shape)] for leaf, f in pairs))
         arrays = [_arrived(leaf, (*batch, *form.shape), form.dtype) for leaf, form in pairs]
+
         with HostFrame(self.name) as frame, _on_host():
             function, args, kwargs = self.call.restore(arrays, frame, as_stored=LOCK)
             returned = function(*args, **kwargs)
@@ -395,6 +403,7 @@ def _form_on_host(name: str, leaf, path: Path) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(words.shape, words.dtype)
     if dtype == jax.dtypes.float0:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TransformError(
             f"The host function {name} was given an array of dtype {dtype} at {format_path(path)}, "
@@ -416,18 +425,14 @@ def call_on_host(
     """Run a function at once, or in the traced program."""
     if not program.out_forms:
         return []
+
     shipped = [_shipped(leaf, form) for leaf, form in zip(leaves, program.forms, strict=True)]
     if is_eager() and not any(isinstance(leaf, Tracer) for leaf in leaves):
         return [jnp.array(result) for result in _run_now(program, shipped)]
+
     # The results differ over every mesh axis over which an argument does. JAX takes them for equal.
-    axes = frozenset[str]().union(*map(varying_axes, shipped))
-    return [_varying_over(axes, result) for result in in_program(*shipped)]
-
-
-def _varying_over(axes: frozenset[str], array: Any) -> Any:
-    """Return an array that also varies over some manual mesh axes."""
-    missing = sorted(axes - varying_axes(array))
-    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
+    axes = sorted(frozenset[str]().union(*map(varying_axes, shipped)))
+    return [vary(result, axes) for result in in_program(*shipped)]
 
 
 def _run_now(program: HostProgram, leaves: Sequence[object]) -> list[np.ndarray]:

@@ -52,6 +52,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
     buffers: list[pickle.PickleBuffer] = []
     pickler = _pickler_class()(file, protocol=5, buffer_callback=buffers.append)
     pickler.refer, pickler.watch = refer, watch
+
     try:
         pickler.dump(value)
     except WorkerError:
@@ -68,6 +69,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
         raise WorkerError(
             f"{title} cannot be sent to another process: {type(error).__name__}: {error}.{advice}"
         ) from error
+
     # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
     # reference cycle with one of those, as exceptions and their tracebacks make.
     return [file.getvalue(), *map(_octets, buffers)]
@@ -87,7 +89,7 @@ def encode_arguments(
     try:
         return encode((tuple(args), dict(kwargs)), refer)
     except WorkerError:
-        named = [(f"argument {place}", value) for place, value in enumerate(args)]
+        named = [(f"argument {position}", value) for position, value in enumerate(args)]
         named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
         for name, value in named:
             try:
@@ -211,6 +213,7 @@ def describe(function: Callable[..., object]) -> FunctionForm:
     parts = encode(function, watch=note_module)
     own = own_sources(sys.modules.copy())  # other threads may import meanwhile
     modules = {name: own[name][1] for name in sorted(module_names & own.keys())}
+
     digest = hashlib.sha256(repr(modules).encode())
     for part in parts:
         digest.update(part)
@@ -271,7 +274,9 @@ class FunctionTable:
             if function is None:
                 function = KeptFunction(form.name, decode(form.parts))
                 self.record_modules()
+
             self._check_modules(form)
+
             self._kept[form.key] = function
             self._kept.move_to_end(form.key)
             while len(self._kept) > self._size:
@@ -284,6 +289,7 @@ class FunctionTable:
         name, key, modules, sources, count = pickle.loads(head)
         form = FunctionForm(name, key, modules, sources, list(parts[:count]))
         function = self.find(form).call
+
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)

@@ -131,6 +131,7 @@ class CompileReport:
             f"{self.trace_seconds:.3f} s tracing, {self.lower_seconds:.3f} s lowering, "
             f"{self.compile_seconds:.3f} s compiling"
         )
+
         if any(program.cache != "off" for program in self.programs):
             cache = (
                 f"persistent cache: {_counted(self.hits, 'hit', 'hits')}, which saved "
@@ -139,6 +140,7 @@ class CompileReport:
             )
         else:
             cache = "persistent cache: not used (sx.configure(cache_dir=...) turns it on)"
+
         slowest = sorted(self.programs, key=lambda program: -program.seconds)[:_SHOWN]
         omitted = [f"  ... {count - _SHOWN} more"] if count > _SHOWN else []
         return "\n".join([head, cache, *(f"  {program}" for program in slowest), *omitted])

@@ -134,6 +134,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
             else "It was not run again, since it is not marked idempotent. A function that may be "
             "run again from its beginning is marked so: worker.request(f, args, idempotent=True)."
         )
+
         when = "while it ran or waited there" if self.running() else "before it began"
         name = self._request["name"]
         self.fail(
@@ -155,6 +156,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         name = self._request["name"]
         if reply["error"] == "cancelled":
             return errors.CallCancelledError(f"{name} was interrupted in its worker: {text}")
+
         error = None
         if reply["error"] == "timeout":
             error = errors.WorkerTimeoutError(
@@ -165,12 +167,14 @@ class WorkerFuture(concurrent.futures.Future[Any]):
             # The class of the exception need not unpickle here.
             with contextlib.suppress(Exception):
                 error = decode(reply["parts"])
+
         # The caller's process is not to end because something in the worker wanted to.
         if not isinstance(error, Exception):
             error = errors.WorkerError(
                 f"{name} raised in its worker what cannot be sent as an object; "
                 f"it ended with: {text.rstrip().splitlines()[-1]}"
             )
+
         error.__cause__ = WorkerTraceback(text)
         return error
 
@@ -197,6 +201,7 @@ class Connection:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+
         self._loop = _event_loop()
         self._run(self._open(credentials))
         self._spawn(self._attend())
@@ -215,6 +220,7 @@ class Connection:
             raise errors.WorkerError(
                 f"These are not the credentials of a worker ({error}). {advice}"
             ) from None
+
         try:
             host, _, port = self.address.removeprefix("tls://").rpartition(":")
             # `connect` would try again and again.
@@ -236,6 +242,7 @@ class Connection:
                 f"No worker listens at {self.address!r} ({error!r}). It has ended, or was never "
                 f"there."
             ) from error
+
         if hello["python"] != python_version():
             self._comm.abort()
             raise errors.WorkerError(
@@ -272,6 +279,7 @@ class Connection:
         async with self._turn:
             if self.lost:  # whoever lost it has the call
                 return
+
             name = call._request["name"]
             if not call._begin():
                 self._take(number)
@@ -360,11 +368,13 @@ class Connection:
                 return
             self.lost = True
             calls, self._calls = list(self._calls.values()), {}
+
         current = asyncio.current_task(self._loop)
         for task in self._tasks - {current}:
             task.cancel()
         for comm in (self._comm, *self._rpc.comms):
             comm.abort()
+
         self._closing = self._loop.create_task(self._rpc.close_rpc())
         self._over.set()
         if (on_lost := self._on_lost()) is not None:
@@ -386,7 +396,9 @@ class WorkerProcess:
             "detached": log is not None,
             "path": sys.path,
         }
+
         log = log or options["log"]
+
         reading, writing = os.pipe()
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open(log, "a+b")) if log else None
@@ -399,6 +411,7 @@ class WorkerProcess:
                 env={**os.environ, **options["env"]},
                 start_new_session=True,  # Ctrl-C in a terminal is for the owner alone
             )
+
         os.close(writing)
         assert self._popen.stdin is not None
         try:
@@ -412,6 +425,7 @@ class WorkerProcess:
             if isinstance(error, BrokenPipeError):
                 raise errors.WorkerError("The process of the worker ended at once.") from error
             raise
+
         self.address: str = answer["address"]
         self.credentials: bytes = answer["key"].encode()
         self.pid: int = answer["pid"]
@@ -422,6 +436,7 @@ class WorkerProcess:
 
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(seconds)
+
         code = self._popen.poll()
         if code is None:
             return f"its process ({self.pid}) did not answer and was killed"
@@ -456,12 +471,14 @@ def _first_answer(ready, seconds: float, log: str | None) -> dict[str, Any]:
             f"The worker did not start within {seconds:g} seconds. Give it more: "
             f"sx.host.Worker(start_timeout={2 * seconds:g})."
         )
+
     line = ready.readline()
     if not line:
         raise errors.WorkerError(
             "The process of the worker ended while it started; what it said is in "
             f"{log or 'the output of this process'}."
         )
+
     answer = json.loads(line)
     if "error" in answer:
         raise errors.WorkerError(f"The worker could not start:\n\n{answer['error']}")
@@ -523,10 +540,12 @@ class NamedProcess(GivenAddress):
         is_name = bool(re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name))
         expected = "up to 64 letters, digits, '.', '_', '-'"
         Options(errors.WorkerError).check("name", name, is_name, expected)
+
         self._where = f"the worker named {name!r}"
         self._options = options
         # The options as they are read from the file; how long starting may take differs freely.
         self._recorded = json.loads(json.dumps({**options, "start_timeout": None}))
+
         folder = _private_folder()
         self._file, self._log = folder / f"{name}.json", folder / f"{name}.log"
         self._lock = folder / f"{name}.lock"
@@ -561,12 +580,14 @@ class NamedProcess(GivenAddress):
         except BaseException:
             process.end(0)
             raise
+
         entry = {
             "address": process.address,
             "key": process.credentials.decode(),
             "pid": process.pid,
             "options": self._recorded,
         }
+
         with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
             json.dump(entry, file)  # such files can be read by their owner only
         os.replace(file.name, self._file)
@@ -579,6 +600,7 @@ def _private_folder() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"shardax-workers-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+
     status = folder.lstat()
     private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not private or status.st_uid != os.getuid():

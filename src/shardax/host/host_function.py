@@ -114,6 +114,7 @@ def host_function(
     derivatives = {"vjp": vjp, "jvp": jvp, "nondiff": nondiff}
     options = {**derivatives, "out": out, "vmap": vmap}
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+
     Options(HostFunctionError, "host_function").choice("vmap", vmap, tuple(callback.VMAP_METHODS))
     chosen = [name for name, value in derivatives.items() if value]
     if len(chosen) > 1:
@@ -121,8 +122,10 @@ def host_function(
             f"host_function got {' and '.join(chosen)}, but there is one derivative. Give a jvp "
             f"written in JAX for both modes, or a vjp for gradients."
         )
+
     if function is None:
         return functools.partial(host_function, **options)
+
     static = FlatCall.static_keys(function, static_argnums, static_argnames)
     backward_out = functools.partial(gradients_like, static)
     derivative = Derivative(_rule(vjp, backward_out), _rule(jvp, tangent_like), nondiff)
@@ -187,6 +190,7 @@ class HostFunction(PickledByName):
         self.derivative = derivative
         self.static = static
         self.fills = fills
+
         self._staged = functools.lru_cache(maxsize=_PROGRAMS)(callback.staged)
         self._ruled: CustomVjp | None = None
         if derivative.vjp is not None:
@@ -208,12 +212,14 @@ class HostFunction(PickledByName):
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if callback.is_on_host():  # already
             return self.function(*args, **kwargs)
+
         if self.out is None:
             raise HostFunctionError(
                 f"The host function {self.name} does not say what it returns, which a program has "
                 f"to know before it runs. Give out=jax.ShapeDtypeStruct(shape, dtype), or a "
                 f"function of the arguments: out=lambda x: x for a result like x."
             )
+
         args, kwargs = _with_arrays(self._by_position(args, kwargs))
         # Nothing is differentiated outside of transforms, and an exception comes as it is.
         call = self._call if self._ruled is None or is_eager() else self._ruled
@@ -231,6 +237,7 @@ class HostFunction(PickledByName):
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):
             return tuple(args), dict(kwargs)
+
         bound = signature.bind(*args, **kwargs)
         if self.static:  # one that is left out has its position, too
             bound.apply_defaults()

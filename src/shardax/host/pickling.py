@@ -75,10 +75,12 @@ def dumps(tree: object, *, by_value: bool | None = None) -> bytes:
     """
     target = io.BytesIO()
     pickler = _pickler(by_value)(target, protocol=5)
+
     try:
         pickler.dump(tree)
     except Exception as error:
         raise _explained(tree, by_value, error) from error
+
     with target.getbuffer() as pickled:
         trailer = _trailer(pickled, pickler.wrote_code)
     target.write(trailer)
@@ -114,6 +116,7 @@ def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> PyT
     """
     view = memoryview(data)
     written = _checked_trailer(view)
+
     running = list(sys.version_info[:2])
     if written["code"] and written["python"] != running:
         wrote, reads = (".".join(map(str, version)) for version in (written["python"], running))
@@ -121,6 +124,7 @@ def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> PyT
             f"This pickle holds code, as Python {wrote} runs it, and this is Python {reads}. Read "
             f"it there; or write it with by_value=False, which tells what goes as code."
         )
+
     try:
         with PickledArray.landing_on(mesh):
             return pickle.loads(view[: written["bytes"]])
@@ -155,12 +159,14 @@ def _checked_trailer(view: memoryview) -> dict[str, Any]:
     length, checksum, mark = 0, 0, b""
     if len(view) >= _TAIL.size:
         length, checksum, mark = _TAIL.unpack(view[-_TAIL.size :])
+
     start = len(view) - _TAIL.size - length
     if mark != _MARK or start < 0:
         raise PickleReadError(
             "These bytes do not end as those of sx.host.dumps do: they were cut short, or written "
             "by something else (pickle.loads reads pickles of all kinds)."
         )
+
     text = view[start : -_TAIL.size]
     facts = json.loads(bytes(text)) if zlib.crc32(text) == checksum else None
     if facts is None or (facts["bytes"], facts["crc32"]) != (start, zlib.crc32(view[:start])):

@@ -110,6 +110,7 @@ def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
     def gradient(args: tuple[PyTree, ...], cotangent, **kwargs) -> tuple[PyTree, ...]:
         torch = _torch()
         create_graph = torch.is_grad_enabled()  # whether this is differentiated in turn
+
         leaves, treedef = jax.tree.flatten(args)
         leaves = [
             leaf.detach().requires_grad_()
@@ -117,6 +118,7 @@ def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
             else leaf
             for leaf in leaves
         ]
+
         with torch.enable_grad():
             result = function(*treedef.unflatten(leaves), **kwargs)
             results = [leaf for leaf in jax.tree.leaves(result) if _has_gradient(leaf)]
@@ -132,6 +134,7 @@ def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
                 allow_unused=True,
                 materialize_grads=True,
             )
+
         gradients = iter(grads)
         return treedef.unflatten(
             [next(gradients).conj() if _has_gradient(leaf) else None for leaf in leaves]
@@ -152,6 +155,7 @@ def to_tensor(leaf: object) -> Any:
         return leaf
     if not leaf.flags.writeable or not leaf.flags.c_contiguous:  # a tensor cannot be read-only
         leaf = leaf.copy()
+
     if leaf.dtype == _BFLOAT16:
         return torch.from_numpy(leaf.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "iu" else leaf)
@@ -162,6 +166,7 @@ def to_numpy(leaf: Any) -> Any:
     torch = _torch()
     if not isinstance(leaf, torch.Tensor):
         return leaf
+
     leaf = leaf.detach().cpu().resolve_conj()
     if leaf.dtype == torch.bfloat16:
         return leaf.view(torch.int16).numpy().view(_BFLOAT16)

@@ -102,6 +102,7 @@ class Worker(concurrent.futures.Executor):
             functions=functions, max_message=max_message, timeout=timeout, heartbeat=heartbeat,
             kill_after=kill_after, idle_timeout=idle_timeout, start_timeout=start_timeout,
         )  # fmt: skip
+
         if name is not None and idle_timeout is None:
             idle_timeout = 3600.0
         options = {
@@ -110,6 +111,7 @@ class Worker(concurrent.futures.Executor):
             "env": dict(env or {}), "start_timeout": start_timeout,
             "log": None if log is None else os.fspath(log),
         }  # fmt: skip
+
         if name is None:
             origin = connections.OwnProcess(options)
         elif log is None:
@@ -156,15 +158,18 @@ class Worker(concurrent.futures.Executor):
             raise errors.WorkerError(
                 f"A worker needs {' and '.join(missing)}: pip install 'shardax[worker]'."
             )
+
         self._origin = origin
         self._process_id = os.getpid()
         self._heartbeat = heartbeat
         self._restarts = self._restarts_left = restarts
         self._timeout = timeout
+
         self._changed = threading.Condition()
         self._closing = False
         self._broken: Exception | None = None
         self._expected: connections.Connection | None = None  # whose loss was asked for
+
         self._finalizer = weakref.finalize(self, _close, origin, self._process_id)
         with self._changed:
             try:
@@ -237,6 +242,7 @@ class Worker(concurrent.futures.Executor):
 
         errors.require_process(self._process_id)
         _OPTIONS.positive(timeout=timeout)
+
         head, parts = pack(function, args, kwargs or {}, self._refer)
         check_size(parts, self._connection.max_message)
 
@@ -253,6 +259,7 @@ class Worker(concurrent.futures.Executor):
             "timeout": self._timeout if timeout is None else timeout,
             "keep": keep,
         }
+
         # `receive` refers to this worker, which so stays until there is a result.
         call = connections.WorkerFuture(request, receive, RETRIES if idempotent else 0)
         self._send(call)
@@ -320,15 +327,18 @@ class Worker(concurrent.futures.Executor):
             closing = self._closing or not self._finalizer.alive  # or the program ends
             expected = connection is self._expected
         reason = f"{reason}; {'it was shut down' if closing else self._origin.ending()}"
+
         retried = [call for call in calls if call.retries_left and not (closing or expected)]
         for call in calls:
             if call not in retried:
                 call.lose(reason)
+
         with self._changed:
             if not (closing or self._closing):  # or it was shut down meanwhile
                 self._reopen(reason, expected)
             self._changed.notify_all()
             broken = self._broken or self._closing
+
         for call in retried:
             call.retries_left -= 1
             try:
@@ -364,6 +374,7 @@ class Worker(concurrent.futures.Executor):
         with self._changed:
             self._check_is_running()
             connection = self._expected = self._connection
+
         self._end_process(connection)
         with self._changed:
             while self._connection is connection and self.is_running:
@@ -393,12 +404,15 @@ class Worker(concurrent.futures.Executor):
         """
         if os.getpid() != self._process_id:
             return  # such as where a fork leaves the ``with`` block of its parent
+
         with self._changed:
             self._closing = True
             calls = self._connection.pending()
+
         if cancel_futures:
             for call in calls:
                 call.cancel()
+
         if wait:
             self._finish(calls)
         else:
@@ -604,6 +618,7 @@ def remote(
     options = {"timeout": timeout, "idempotent": idempotent, "keep": keep}
     if f is None:
         return functools.partial(remote, executor=executor, **options)
+
     worker_options = [name for name, value in options.items() if value not in (None, False)]
     if not (executor is None or isinstance(executor, Worker)):
         if worker_options:
@@ -616,6 +631,7 @@ def remote(
         expected = "an executor, with submit(f, *args)"
         remedy = "Pass sx.host.Worker(), or with dask.distributed client.get_executor()."
         _OPTIONS.check("executor", executor, is_executor, expected, remedy)
+
     return RemoteFunction(f, executor, options)
 
 

@@ -95,19 +95,25 @@ class CallServer(Server):
     def __init__(self, options: Mapping[str, Any]) -> None:
         procedures = ("attach", "run", "interrupt", "drop", "info", "stop_process")
         super().__init__({name: getattr(self, name) for name in procedures}, needs_workdir=False)
+
         self._limit: int = options["max_message"]
         self._kill_after: float | None = options["kill_after"]
         self._functions = FunctionTable(options["functions"])
-        self._values: dict[int | str, tuple[Any, str | None]] = {}  # with the client, if unnamed
-        # Not from 1: a number of a worker that has ended must mean nothing to the next one.
-        self._numbers = itertools.count(secrets.randbits(48))
         self._clients: set[str] = set()
+
+        # Values by name or number, with the client if unnamed. Numbers do not begin at 1: that of a
+        # worker that has ended must mean nothing to the next one.
+        self._values: dict[int | str, tuple[Any, str | None]] = {}
+        self._numbers = itertools.count(secrets.randbits(48))
+
+        # Calls run one after another, as jobs of the main thread.
         self._calls: dict[tuple[str, int], _Call] = {}  # that run or wait, by client and number
         self._turn = asyncio.Lock()
         self._current: _Call | None = None
         self._interruptible: _Call | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
+
         # The first client may take as long to connect as the process may take to start.
         self._last_used = time.monotonic() + (options["start_timeout"] or 0.0)
         if options["idle_timeout"] is not None:
@@ -123,6 +129,7 @@ class CallServer(Server):
             await comm.read()  # clients send nothing more, so this returns when they are gone
         except OSError:
             pass
+
         finally:
             self._clients.discard(client)
             self._last_used = time.monotonic()
@@ -140,6 +147,7 @@ class CallServer(Server):
         """Runs a call in its turn; None if its client is gone."""
         if client not in self._clients:
             return None
+
         call = self._calls[client, number] = _Call(client, name)
         call.waiting = asyncio.create_task(self._turn.acquire())
         try:
@@ -147,6 +155,7 @@ class CallServer(Server):
         except asyncio.CancelledError:
             del self._calls[client, number]
             return {"error": "cancelled", "text": "before it began", "parts": []}
+
         done = self._loop.create_future()
 
         def answer() -> None:
@@ -158,6 +167,7 @@ class CallServer(Server):
         timer = None
         if timeout:
             timer = self._loop.call_later(timeout, self._interrupt, call, "timeout")
+
         try:
             return await done
         finally:
@@ -244,11 +254,12 @@ class CallServer(Server):
                 self._interruptible = None
         except BaseException as error:  # noqa: BLE001 (it is the client's)
             interrupted = isinstance(error, CallInterrupted)
+            text = traceback.format_exc()[-MOST_TEXT:].encode(errors="replace").decode()
+
             parts = []
             # Pickling the user's exception may raise anything.
             with contextlib.suppress(Exception):
                 parts = [] if interrupted else self._encoded(error)
-            text = traceback.format_exc()[-MOST_TEXT:].encode(errors="replace").decode()
             return {
                 "error": call.reason if interrupted else "raised",
                 "text": text,
@@ -266,12 +277,15 @@ class CallServer(Server):
         result = self._functions.run(head, parts, self._value)
         if keep is False:
             return {"error": None, "parts": to_serialize(self._encoded(result))}
+
         named = isinstance(keep, str)
         key = keep if named else next(self._numbers)
         if named or call.client in self._clients:
             self._values[key] = (result, None if named else call.client)
+
         text = repr(result)
-        text = text if len(text) <= 200 else f"{text[:200]}..."
+        if len(text) > 200:
+            text = f"{text[:200]}..."
         return {"error": None, "kept": key, "text": text}
 
     def _value(self, key: int | str):
@@ -290,6 +304,7 @@ def main(options: Mapping[str, Any]) -> None:
     for name in ("distributed.core", "distributed.comm"):
         # Messages of the server about peers that break off are no output of the calls.
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="worker-server", daemon=True).start()
 
@@ -314,10 +329,13 @@ def main(options: Mapping[str, Any]) -> None:
     except Exception:  # noqa: BLE001 (whoever starts the worker raises it)
         answer(error=traceback.format_exc())
         sys.exit(1)
+
     signal.signal(signal.SIGTERM, lambda *_: end())
     answer(address=server.address, key=credentials.decode(), pid=os.getpid())
+
     if not options["detached"]:
         threading.Thread(target=_end_with_parent, args=[end], daemon=True).start()
+
     server.serve()
     asyncio.run_coroutine_threadsafe(server.close(), loop).result(END_SECONDS)
 

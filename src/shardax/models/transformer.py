@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardax import Cache, List, Module, Rngs, iter_variables
+from shardax.extend import Path
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
@@ -613,6 +614,28 @@ class Transformer(Module):
         remaining = [of_layer(index) for index in range(config.num_layers % config.period)]
         stacked = [of_layer(index, self.layers.length) for index in range(config.period)]
         return BlockCache(TransformerBlock(stacked), remaining)
+
+    def unrolled_paths(self) -> dict[Path, list[Path] | Path]:
+        """Returns the paths in a list of layers of those that are scanned in blocks.
+
+        Returns:
+            As of ``nn.Stack.unrolled_paths``; a layer left over has one path.
+        """
+        kinds = getattr(getattr(self.layers, "stacked", None), "layers", None)
+        if kinds is None:
+            return {}
+
+        size = len(kinds)
+        total = size * self.layers.length
+        paths: dict[Path, list[Path] | Path] = {
+            ("layers", "stacked", "layers", kind): [("layers", i) for i in range(kind, total, size)]
+            for kind in range(size)
+        }
+        # What a block returns is what its last layer returns.
+        paths["layers", "stacked"] = paths["layers", "stacked", "layers", size - 1]
+        for index in range(len(self.rest or ())):
+            paths["rest", index] = ("layers", total + index)
+        return paths
 
     def _run(self, x: jax.Array, options: dict[str, object], cache) -> jax.Array:
         layers, caches = self.layers, cache

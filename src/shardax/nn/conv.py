@@ -367,12 +367,14 @@ def _as_padding(layer: str, padding, rank: int, named: tuple[str, ...]):
                 f"padding=[(before, after), ...]."
             )
         return padding
+
     many = padding if isinstance(padding, (tuple, list)) else (padding,) * rank
     pairs = [tuple(pair) if isinstance(pair, (tuple, list)) else (pair, pair) for pair in many]
     whole = [
         len(pair) == 2 and all(isinstance(n, (int, np.integer)) and n >= 0 for n in pair)
         for pair in pairs
     ]
+
     if len(pairs) != rank or not all(whole):
         raise LayerConfigError(
             f"{layer} needs padding to be one of {', '.join(map(repr, named))}, or numbers of at "
@@ -471,15 +473,20 @@ def avg_pool(
     """
     x = as_array(x)
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+
     # A sum in bfloat16 stops growing at 256 terms, one in float16 is soon infinite.
     x = x.astype(at_least_float32(x.dtype))
+
     pool = functools.partial(
         _pooled, "avg_pool", combine=jax.lax.add, start=0.0, padding_counts=count_include_pad
     )
     total = pool(x, window, strides, padding)
+
+    # The number of elements in a window: all of them, or those that are no padding.
     sizes = parameters.as_sizes("avg_pool", "window", window)
     if count_include_pad:
         return (total / math.prod(sizes)).astype(dtype)
+
     front = (1,) * (x.ndim - len(sizes) - 1)
     ones = np.ones((*front, *x.shape[len(front) : -1], 1), x.dtype)
     return (total / pool(ones, window, strides, padding)).astype(dtype)
@@ -560,9 +567,9 @@ class _AdaptivePool(Module):
 
     def _run(self, x: jax.Array) -> jax.Array:
         # A window of several dimensions is a product of windows of one.
-        for place, count in enumerate(self.output_size, x.ndim - len(self.output_size) - 1):
-            if count is not None and count != x.shape[place]:
-                x = self._along(x, place, count)
+        for axis, count in enumerate(self.output_size, x.ndim - len(self.output_size) - 1):
+            if count is not None and count != x.shape[axis]:
+                x = self._along(x, axis, count)
         return x
 
     def _along(self, x: jax.Array, axis: int, count: int) -> jax.Array:

@@ -88,6 +88,7 @@ class Dropout(Module):
             return x
         if self.rate == 1:
             return jnp.zeros_like(x)
+
         stream = self.stream if rngs is None else check_rngs(rngs)["dropout"]
         if stream is None:
             raise ModuleError(
@@ -96,12 +97,14 @@ class Dropout(Module):
                 "dropout(x, rngs=rngs); or switch it off with model.eval()."
             )
         key = stream()
+
         outside = [axis for axis in self.broadcast_dims if not -x.ndim <= axis < x.ndim]
         if outside:
             raise LayerInputError(
                 f"Dropout(broadcast_dims={self.broadcast_dims}) was given an input of shape "
                 f"{x.shape}, which has no dimension {outside[0]}."
             )
+
         together = {axis % x.ndim for axis in self.broadcast_dims}
         shape = tuple(1 if axis in together else size for axis, size in enumerate(x.shape))
         sharding = explicit_sharding(x) if shape == x.shape else None

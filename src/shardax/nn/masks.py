@@ -46,10 +46,12 @@ def as_mask(layer: str, mask: object, shape: str = "", hint: str = "") -> jax.Ar
     array = as_array(mask)
     if array.dtype == jnp.bool_:
         return array
+
     expected = f"a mask of booleans {shape}".rstrip()
     hint = f"{hint} {MEANINGS}".lstrip()
     if not jnp.issubdtype(array.dtype, np.integer):
         refuse_input(layer, expected, array, hint)
+
     numbers = _known_numbers(array)
     if numbers is not None:
         others = numbers[(numbers != 0) & (numbers != 1)]
@@ -81,9 +83,11 @@ def as_weights(function: str, mask: object) -> jax.Array:
     is_real = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, np.integer)
     if not is_real and not jnp.issubdtype(array.dtype, np.floating):
         refuse_input(function, expected, array, MEANINGS)
+
     weights = array.astype(jnp.float32)
     if array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, np.unsignedinteger):
         return weights
+
     numbers = _known_numbers(array)
     if numbers is None:
         return jnp.where(weights < 0, jnp.nan, weights)

@@ -122,6 +122,7 @@ class MLP(Module):
             hidden = self._by_kernel(x, activate)
             if hidden is not None:
                 return self.down(hidden, out_sharding=out_sharding)
+
         gate = None if self.gate is None else activate(self.gate(x))
         hidden = activate(self.up(x)) if gate is None else gate * self.up(x)
         return self.down(hidden, out_sharding=out_sharding)
@@ -133,11 +134,13 @@ class MLP(Module):
         for option in ("bias", "precision", "preferred_element_type"):
             if any(getattr(each, option, None) is not None for each in maps):
                 options.append(option)
+
         x, names, kernels = as_array(x), None, []
         if not options:
             kernels, names = [each.kernel.value for each in maps], self.up.kernel.axes
             x = take_features("MLP", x, kernels[0].shape[:1])
             x, *kernels = cast_all(self.up.dtype, x, *kernels)
+
         split = rows_split(x, names[0] if names else None)
         reason = functools.partial(
             against_gated_unit, x, self.activation, list(dict.fromkeys(options)), split
@@ -275,9 +278,11 @@ class Sequential(Module):
             for layer in self.layers:
                 x = layer(x)
             return x
+
         names = [_side_inputs(layer, side_inputs) for layer in self.layers]
         passed = {name for name, value in side_inputs.items() if value is not None}
         unknown = sorted(passed.difference(*names))
+
         if args or unknown:
             problem = f"no layer takes {', '.join(unknown)}" if unknown else "they have no names"
             raise LayerInputError(
@@ -286,6 +291,7 @@ class Sequential(Module):
                 f"{', '.join(getattr(x, '__name__', type(x).__name__) for x in self.layers)}. "
                 f"Call it as model(x, mask=mask), where a layer is called as layer(x, mask=mask)."
             )
+
         for layer, accepted in zip(self.layers, names, strict=True):
             x = layer(x, **{name: side_inputs[name] for name in accepted})
         return x
@@ -306,8 +312,10 @@ def _side_inputs(layer: Callable[..., object], names: Collection[str]) -> set[st
     if isinstance(layer, (ModuleWrapper, Stack)):
         body = layer.stacked if isinstance(layer, Stack) else layer.body
         return set() if body is None else _side_inputs(body, names)
+
     names = set(names).difference(getattr(type(layer), "direct_inputs", ()))
     parameters = _parameters(layer)[1:]
+
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)
     unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Init, Intermediate, Rngs, iter_modules
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
+from shardax._parallel.manual_axes import with_auto_axes
 from shardax.extend import Options, Static, explicit_sharding, is_eager, warn_user
 from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
@@ -273,10 +274,7 @@ class MoE(KernelLayer):
             # the compiler chooses it, as over Auto axes.
             mesh = shardings[0].mesh
             whole = NamedSharding(mesh, PartitionSpec())
-            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-            explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-            options = {"axes": explicit, "out_sharding": (out_layout or whole, whole)}
-            compute = jax.sharding.auto_axes(compute, **options)
+            compute = with_auto_axes(compute, mesh, (out_layout or whole, whole))
 
         if split is not None and is_eager():
             # A region outside of a compiled program would be compiled operation by operation.
@@ -453,11 +451,13 @@ class MoE(KernelLayer):
         chosen = jax.nn.one_hot(experts, len(gate[0]), dtype=x.dtype)
         combined = jnp.einsum("tk,tke->et", weights, chosen)
         by_expert, gather = (partial(jnp.einsum, e) for e in ("etd,edh->eth", "eth,ehd->td"))
+
         # A product of each expert: for one of all, CPUs would transpose the kernels at each call.
         x = jnp.broadcast_to(x, (len(gate[0]), *x.shape))
         if self._scales_inputs:
             x, combined = combined[..., None] * x, chosen.sum(axis=1).T
         hidden = self._hidden(x, gate, up, multiply=by_expert, by_row=_for_each_row)
+
         add_up = partial(jnp.einsum, "et,ed->td", combined)
         options = {"multiply": gather, "first": by_expert, "by_row": add_up}
         return _product(combined[..., None] * hidden, down, **options)

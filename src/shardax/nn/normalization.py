@@ -74,24 +74,6 @@ class _Norm(Module):
             weight = init and parameters.make_parameter(init, (self.features,), dtype, axes, rngs)
             setattr(self, name, weight)
 
-    def _by_kernel(self, x: jax.Array, mask: object, *, centred: bool) -> jax.Array | None:
-        """Returns the result of another library's kernel, if one is taken."""
-        if not is_choosing("norms"):
-            return None
-        scale = None if self.scale is None else self.scale.value
-        bias = None if self.bias is None else self.bias.value
-        dtype = result_dtype(self.dtype, x, scale, bias)
-        # Widened first where the result is, as the kernel's has the dtype of its input.
-        wide = x.astype(jnp.promote_types(x.dtype, dtype))
-        names = None if self.scale is None else self.scale.axes
-        split = rows_split(x, names[-1] if names else None)
-        options = [] if mask is None else ["mask"]
-        layer = f"{type(self).__name__}({self.features})"
-        if not uses_tokamax("norms", layer, wide, lambda: against_arrays(wide, options, split)):
-            return None
-        numbers = {"epsilon": self.epsilon, "scale_offset": self._scale_offset}
-        return normalized(wide, scale, bias, split, subtract_mean=centred, **numbers).astype(dtype)
-
     def _refuse_kernel(self, x: Any) -> None:
         """Raises if the scope asks for another kernel by name."""
         layer = f"{type(self).__name__}({self.features})"
@@ -148,7 +130,68 @@ def _scale_and_shift(
     return normed.astype(dtype)
 
 
-class RMSNorm(_Norm):
+class _RowNorm(_Norm):
+    """Base of normalizations over the last dimension."""
+
+    _is_centred: bool  # whether the mean is subtracted
+
+    def __call__(self, x: Any, *, mask: Any = None) -> jax.Array:
+        """Normalises an input.
+
+        Args:
+            x: Shape (..., features).
+            mask: Which elements count for the statistics; booleans that broadcast to ``x``.
+
+        Returns:
+            The same shape, in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``features``, or the mask is none for the
+                input.
+        """
+        x = take_features(f"{type(self).__name__}({self.features})", x, (self.features,))
+        result = self._by_kernel(x, mask)
+        if result is not None:
+            return result
+
+        wide = x.astype(at_least_float32(x.dtype))
+        return self._scaled(x, self._by_statistics(self._normed, wide, mask))
+
+    def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return _normalize(wide, _counting(mask, (-1,)), self.epsilon, self._is_centred)
+
+    def _by_kernel(self, x: jax.Array, mask: object) -> jax.Array | None:
+        """Returns the result of another library's kernel, if one is taken."""
+        if not is_choosing("norms"):
+            return None
+
+        scale = None if self.scale is None else self.scale.value
+        bias = None if self.bias is None else self.bias.value
+        dtype = result_dtype(self.dtype, x, scale, bias)
+
+        # Widened first where the result is, as the kernel's has the dtype of its input.
+        wide = x.astype(jnp.promote_types(x.dtype, dtype))
+
+        names = None if self.scale is None else self.scale.axes
+        split = rows_split(x, names[-1] if names else None)
+        options = [] if mask is None else ["mask"]
+        layer = f"{type(self).__name__}({self.features})"
+        if not uses_tokamax("norms", layer, wide, lambda: against_arrays(wide, options, split)):
+            return None
+
+        result = normalized(
+            wide,
+            scale,
+            bias,
+            split,
+            epsilon=self.epsilon,
+            scale_offset=self._scale_offset,
+            subtract_mean=self._is_centred,
+        )
+        return result.astype(dtype)
+
+
+class RMSNorm(_RowNorm):
     """Normalization by the root of the mean square.
 
     ``x / sqrt(mean(x**2) + epsilon) * scale``; Zhang and Sennrich, "Root Mean Square Layer
@@ -176,6 +219,8 @@ class RMSNorm(_Norm):
         [[1.0, -1.0]]
     """
 
+    _is_centred = False
+
     def __init__(
         self,
         features: int,
@@ -191,31 +236,8 @@ class RMSNorm(_Norm):
         names = self._take_options(features, epsilon, axes, dtype)
         self._make(names, param_dtype, rngs, scale=scale_init if use_scale else None)
 
-    def __call__(self, x: Any, *, mask: Any = None) -> jax.Array:
-        """Normalises an input.
 
-        Args:
-            x: Shape (..., features).
-            mask: Which elements count for the mean square; booleans that broadcast to ``x``.
-
-        Returns:
-            The same shape, in the compute dtype.
-
-        Raises:
-            LayerInputError: If the last dimension is not ``features``, or the mask is none for the
-                input.
-        """
-        x = take_features(f"RMSNorm({self.features})", x, (self.features,))
-        if (result := self._by_kernel(x, mask, centred=False)) is not None:
-            return result
-        wide = x.astype(at_least_float32(x.dtype))
-        return self._scaled(x, self._by_statistics(self._normed, wide, mask))
-
-    def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return _normalize(wide, _counting(mask, (-1,)), self.epsilon, False)
-
-
-class LayerNorm(_Norm):
+class LayerNorm(_RowNorm):
     """Normalization by mean and standard deviation over the last dimension.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias``; Ba, Kiros and Hinton, "Layer
@@ -246,6 +268,8 @@ class LayerNorm(_Norm):
         [[-1.0, 1.0]]
     """
 
+    _is_centred = True
+
     def __init__(
         self,
         features: int,
@@ -266,29 +290,6 @@ class LayerNorm(_Norm):
             "bias": bias_init if use_bias else None,
         }
         self._make(names, param_dtype, rngs, **inits)
-
-    def __call__(self, x: Any, *, mask: Any = None) -> jax.Array:
-        """Normalises an input.
-
-        Args:
-            x: Shape (..., features).
-            mask: Which elements count for the statistics; booleans that broadcast to ``x``.
-
-        Returns:
-            The same shape, in the compute dtype.
-
-        Raises:
-            LayerInputError: If the last dimension is not ``features``, or the mask is none for the
-                input.
-        """
-        x = take_features(f"LayerNorm({self.features})", x, (self.features,))
-        if (result := self._by_kernel(x, mask, centred=True)) is not None:
-            return result
-        wide = x.astype(at_least_float32(x.dtype))
-        return self._scaled(x, self._by_statistics(self._normed, wide, mask))
-
-    def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return _normalize(wide, _counting(mask, (-1,)), self.epsilon, True)
 
 
 class GroupNorm(_Norm):
@@ -342,11 +343,13 @@ class GroupNorm(_Norm):
         names = self._take_options(features, epsilon, axes, dtype)
         name = type(self).__name__
         self.num_groups = parameters.as_size(name, "num_groups", num_groups)
+
         if self.features % self.num_groups:
             raise LayerConfigError(
                 f"{name} cannot split features={features} into num_groups={num_groups} equal "
                 f"groups. Give a divisor of features."
             )
+
         inits = {
             "scale": scale_init if use_scale else None,
             "bias": bias_init if use_bias else None,
@@ -485,13 +488,17 @@ class BatchNorm(_Norm):
         options = Options(LayerConfigError, "BatchNorm")
         expected = "from 0 to 1, the part of the running statistics to keep"
         options.check("momentum", momentum, 0 <= momentum <= 1, expected)
+
         names = self._take_options(features, epsilon, axes, dtype)
+
         self.axis = int(axis)
         self.momentum = float(momentum)
         self.use_running_average = bool(use_running_average)
         self.axis_name = axis_name
+
         self.mean = BatchStat(Init(parameters.zeros, (self.features,), np.float32), axes=names)
         self.var = BatchStat(Init(parameters.ones, (self.features,), np.float32), axes=names)
+
         inits = {
             "scale": scale_init if use_scale else None,
             "bias": bias_init if use_bias else None,
@@ -527,13 +534,16 @@ class BatchNorm(_Norm):
                 "stand.",
             )
         self._refuse_kernel(x)
+
         dimension = self.axis % x.ndim
         wide = x.astype(at_least_float32(x.dtype))
+
         running = self.use_running_average if use_running_average is None else use_running_average
         if running:
             mean, var = self.mean.value, self.var.value
         else:
             mean, var = self._batch_statistics(wide, dimension, mask)
+
         normed = wide - _spread(mean, wide, dimension)
         normed = normed * jax.lax.rsqrt(_spread(var, wide, dimension) + self.epsilon)
         return self._scaled(x, normed, dimension)

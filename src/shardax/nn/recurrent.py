@@ -302,6 +302,7 @@ class RNN(Module):
                 f"RNN runs a cell, a Module with initial_carry(x), not {cell!r}. For example "
                 f"sx.nn.RNN(sx.nn.LSTMCell(in_features, features, rngs=rngs))."
             )
+
         if not callable(getattr(cell, "initial_carry", None)):
             raise LayerConfigError(
                 f"RNN runs a cell, a Module with cell(carry, x) and initial_carry(x), but "
@@ -310,6 +311,7 @@ class RNN(Module):
                 f"def initial_carry(self, x):\n"
                 f"    return jnp.zeros((*x.shape[:-1], features), x.dtype)\n"
             )
+
         self.cell = cell
         self.reverse = reverse
         self.unroll = unroll
@@ -450,6 +452,7 @@ def _take_carry(carry: object, start: object):
             f"RNN takes a carry of shapes {shapes[0]}, as cell.initial_carry gives, but was given "
             f"{shapes[1]}."
         )
+
     laid = [
         leaf if explicit_entries(a) is None else jax.sharding.reshard(leaf, jax.typeof(a).sharding)
         for leaf, a in zip(leaves, expected_leaves, strict=True)

@@ -58,12 +58,14 @@ class _NormalizedWeights(ModuleWrapper):
         """Returns the normalized kernels, by path."""
         pairs = iter_variables(self.body, self.wrt)
         kernels = {path: v for path, v in pairs if v.ndim >= least_ndim}
+
         if any(isinstance(kernel, Quantized) for kernel in kernels.values()):
             raise LayerConfigError(
                 f"{type(self).__name__} normalizes kernels in each call, and that of "
                 f"{type(self.body).__name__} is quantized. Make it a parameter first: "
                 f"sx.dequantize(layer)."
             )
+
         if not kernels:
             raise LayerConfigError(
                 f"{type(self).__name__}(wrt={self.wrt!r}) normalizes no kernel of "
@@ -144,8 +146,10 @@ class WeightNorm(_NormalizedWeights):
         rngs: Rngs | None = None,
     ) -> None:
         super().__init__(layer, wrt, epsilon)
+
         axes: Any = feature_axes if isinstance(feature_axes, (tuple, list)) else (feature_axes,)
         self.feature_axes: tuple[int, ...] = () if feature_axes is None else tuple(axes)
+
         scales: dict[str, Param] = {}
         for path, kernel in self._kernels(least_ndim=1).items():
             dims = self._feature_dims(kernel)
@@ -154,6 +158,7 @@ class WeightNorm(_NormalizedWeights):
             if use_scale:
                 scale = parameters.make_parameter(scale_init, shape, param_dtype, names, rngs)
                 scales[_key(path)] = scale
+
         self.scale = Dict(scales)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,6 +243,7 @@ class SpectralNorm(_NormalizedWeights):
         super().__init__(layer, wrt, epsilon)
         self.n_steps = parameters.as_size("SpectralNorm", "n_steps", n_steps)
         self.use_running_average = bool(use_running_average)
+
         normal = jax.nn.initializers.normal()
         self.u = Dict(
             {

@@ -77,6 +77,7 @@ def rotation(
             f"Rotary position embedding takes positions of shape (time,) or (batch, time), but was "
             f"given {positions.dtype}{list(positions.shape)}."
         )
+
     half = head_dim // 2
     if frequencies is None:
         frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -88,6 +89,7 @@ def rotation(
             frequencies,
             "",
         )
+
     new = (0, 2, 3) if positions.ndim == 1 else (2, 3)
     spread = jax.lax.expand_dims(positions.astype(jnp.float32), new)
     angles = spread * jax.lax.expand_dims(frequencies, (0, 1, 2))
@@ -116,13 +118,16 @@ def rotate(x: jax.Array, by: Rotation, *, interleaved: bool = False) -> jax.Arra
     cosine, sine = by
     if x.ndim == 3:
         cosine, sine = jnp.squeeze(cosine, 0), jnp.squeeze(sine, 0)
+
     half = cosine.shape[-1]
     if 2 * half > x.shape[-1]:
         refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
+
     turn = _rotate_pairs if interleaved else _rotate_halves
     entries = explicit_entries(x)
     if entries is None or entries[-1] is None:
         return turn(x, cosine, sine)
+
     # What is turned together may be on two devices.
     return with_layout(turn, explicit_sharding(x), x, cosine, sine)
 
@@ -211,6 +216,7 @@ class Rope:
         plain = 1 / self.base ** (np.arange(0, size, 2) / size)
         if self.kind == "linear":
             return np.asarray(plain / self.factor, np.float32)
+
         if self.kind == "llama3":
             turns = self.length * plain / (2 * math.pi)
             width = self.high - self.low or 1e-9  # a step where both are one
@@ -224,4 +230,5 @@ class Rope:
             first, last = max(first, 0), min(last, size - 1)
             width = last - first or 0.001
             plain_share = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
+
         return np.asarray(plain_share * plain + (1 - plain_share) * plain / self.factor, np.float32)

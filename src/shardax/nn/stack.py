@@ -83,6 +83,7 @@ def check_policy(layer: str, policy: Any, names: Sequence[str] | None = None) ->
     """Returns a remat policy, or raises ``LayerConfigError`` if there is none such."""
     if policy is None or callable(policy):
         return policy
+
     if isinstance(policy, str):
         if policy == "full" or policy in POLICY_NAMES:
             return policy
@@ -94,6 +95,7 @@ def check_policy(layer: str, policy: Any, names: Sequence[str] | None = None) ->
             f"{layer} was given remat={policy!r}, but no value has the name {wrong[0]!r}. The "
             f"names are {', '.join(map(repr, names or ()))}."
         )
+
     raise LayerConfigError(
         f"{layer} was given remat={policy!r}. It takes None, 'full', one of "
         f"{', '.join(map(repr, POLICY_NAMES))}, a policy such as "
@@ -215,9 +217,11 @@ class Stack(Module):
             schedule in (None, *ScopeSettings.choices("schedule")),
         )
         options.check("schedule", schedule, fits, 'known (use "gpipe" or "circular")')
+
         count = as_size("Stack", "length", length)
         layers = StackedObjects.build(make, count, axis_name, _check_layers)
         self._start(layers, axis_name, remat, unroll)
+
         if microbatches is not None:
             self.microbatches = as_size("Stack", "microbatches", microbatches)
         if schedule is not None:
@@ -239,6 +243,7 @@ class Stack(Module):
             or self.axis_name not in rules.names
         ):
             return
+
         for axis in mesh_axes_of(rules.spec((self.axis_name,))[0]):
             if mesh.shape.get(axis, 1) > 1:
                 text = (
@@ -293,6 +298,15 @@ class Stack(Module):
     def _stacked_objects(self) -> StackedObjects:
         """The layers as ``shardax.extend`` has them: with their views, and how to unstack them."""
         return StackedObjects(self.stacked, self.shared, self.length)
+
+    def unrolled_paths(self) -> dict[Path, list[Path]]:
+        """Returns the paths that the layers have in a list of them.
+
+        Returns:
+            By the path of all layers below this one, the path of each. A layer of another class
+            that holds layers as one says so likewise; ``sx.surgery.record`` and ``patch`` ask it.
+        """
+        return {("stacked",): [(index,) for index in range(self.length)]}
 
     def __len__(self) -> int:
         return self.length
@@ -417,6 +431,7 @@ def _check_layers(layers: Sequence[object]) -> None:
                 f"A Stack is made of Modules that can be called, but was given {layer!r} of type "
                 f"{type(layer).__name__}. Write Stack(lambda: Layer(..., rngs=rngs), length)."
             )
+
     if len({id(layer) for layer in layers}) < len(layers):
         raise LayerConfigError(
             f"A Stack needs a {type(layers[0]).__name__} of its own for each layer, but was given "
@@ -506,9 +521,11 @@ def stack_state(state: State | Mapping[Any, object], model: object) -> State:
     """
     stacked = state if isinstance(state, State) else State(state)
     values, origins = stacked.flat(), stacked.origins()
+
     stacks = _Stacks(model)
     gathered: dict[Path, Any] = {}
     kinds: dict[Path, Origin] = {}
+
     for path, variable in iter_variables(model):
         levels = stacks.levels(path)
         parts = {indices: _unrolled(path, levels, indices) for indices in _indices(levels)}
@@ -558,6 +575,7 @@ def unstack_state(state: State | Mapping[Any, object], model: object) -> State:
     origins, stacks = stacked.origins(), _Stacks(model)
     values: dict[Path, Any] = {}
     kinds: dict[Path, Origin] = {}
+
     for path, value in stacked.flat().items():
         levels = stacks.levels(path)
         kind = origins[path]
@@ -568,8 +586,8 @@ def unstack_state(state: State | Mapping[Any, object], model: object) -> State:
             part = value
             for index, level in zip(indices, levels, strict=True):
                 part = part if level.length is None else StackedObjects.part_of(part, index)
-            place = _unrolled(path, levels, indices)
-            values[place], kinds[place] = part, kind
+            unrolled = _unrolled(path, levels, indices)
+            values[unrolled], kinds[unrolled] = part, kind
     return State.from_flat(values, kinds)
 
 
@@ -591,21 +609,23 @@ class _Stacks:
     def levels(self, path: Path) -> list[_Level]:
         """Returns the stacks on the way to a Variable, from the outside."""
         levels = []
-        for place, step in enumerate(path):
-            stack = self._stack_at(path[:place]) if step == "stacked" else None
+        for position, step in enumerate(path):
+            stack = self._stack_at(path[:position]) if step == "stacked" else None
             if stack is not None:
-                below = path[place + 1 :]
+                below = path[position + 1 :]
                 shared = any(below[: len(item)] == item for item in stack.shared)
-                levels.append(_Level(place, None if shared else stack.length))
+                levels.append(_Level(position, None if shared else stack.length))
         return levels
 
     def _stack_at(self, path: Path) -> Stack | None:
         """Returns the stack at a path, also in an optimizer's state."""
         if path in self.modules:
             return self.stacks.get(path)
+
         common = {place: _common_end(place, path) for place in self.stacks}
         longest = max(common.values(), default=0)
         nearest = [self.stacks[place] for place, count in common.items() if count == longest]
+
         if longest == 0:
             return None
         if len({(stack.length, stack.shared) for stack in nearest}) > 1:

@@ -241,18 +241,13 @@ class LoRA(LayerWrapper):
         """Multiplies by the transposed table of an ``Embed``, and adds the term."""
         return self.body.attend_with_terms(x, self._terms(), out_sharding)
 
-    def _pairs(self) -> dict[str, tuple[Param, Param]]:
-        """Returns ``a`` and ``b`` of each kernel of a layer of known kernels."""
-        names = list(self.body.kernel_maps())
-        if len(names) > 1:
-            return {name: (self.a[name], self.b[name]) for name in names}
-        return dict.fromkeys(names, (self.a, self.b))
-
     def _terms(self) -> dict[str, LowRankTerm]:
-        return {
-            name: LowRankTerm(a.value, b.value, self.scale)
-            for name, (a, b) in self._pairs().items()
-        }
+        """Returns the term of each kernel of a layer of known kernels."""
+        names = list(self.body.kernel_maps())
+        pairs = dict.fromkeys(names, (self.a, self.b))
+        if len(names) > 1:
+            pairs = {name: (self.a[name], self.b[name]) for name in names}
+        return {name: LowRankTerm(a.value, b.value, self.scale) for name, (a, b) in pairs.items()}
 
     def merged(self) -> Any:
         """Returns the layer with the terms added to its kernels."""
@@ -267,8 +262,7 @@ class LoRA(LayerWrapper):
             return layer
 
         kernel_maps = self.body.kernel_maps()
-        for name, (a, b) in self._pairs().items():
-            term = LowRankTerm(a.value, b.value, self.scale)
+        for name, term in self._terms().items():
             total = _sum(getattr(self.body, name), kernel_maps[name], term)
             layer = select(layer).at_keypaths((name,)).set(total)
         return layer
@@ -277,13 +271,14 @@ class LoRA(LayerWrapper):
 def _make_pair(kernel: Param, kernel_map: KernelMap, rank: int, rngs: Rngs) -> tuple[Param, Param]:
     """Makes ``a`` and ``b`` of a kernel."""
     letters, (first, second) = kernel_map.equation.kernel, kernel_map.factors
-    lead = kernel.ndim - kernel_map.ndim  # dimensions of stacks
+    stacks, stack_axes = kernel_map.dimensions_of_stacks(kernel)
+    lead = len(stacks)
     sizes = dict(zip(letters, kernel.shape[lead:], strict=True))
     names = dict(zip(letters, (kernel.axes or ())[lead:], strict=False))
 
     def make(letters: str, initializer: Initializer) -> Param:
-        shape = (*kernel.shape[:lead], *(sizes.get(letter, rank) for letter in letters))
-        axes = (*(kernel.axes or (None,) * lead)[:lead], *map(names.get, letters))
+        shape = (*stacks, *(sizes.get(letter, rank) for letter in letters))
+        axes = (*stack_axes, *map(names.get, letters))
         init = Init(initializer, shape, kernel.dtype, rngs=rngs)
         return Param(init, axes=axes, tag="lora")
 
@@ -302,7 +297,8 @@ def _sum(kernel: Param, kernel_map: KernelMap, term: LowRankTerm) -> Param:
     """Returns a kernel with its term added."""
     first, second = kernel_map.factors
     parts = (first.kernel, second.kernel, kernel_map.equation.kernel)
-    lead = unused_letters("".join(parts))[: kernel.ndim - kernel_map.ndim]
+    stacks, _ = kernel_map.dimensions_of_stacks(kernel)
+    lead = unused_letters("".join(parts))[: len(stacks)]
     inner, outer, whole = (lead + letters for letters in parts)
 
     dtype = at_least_float32(kernel.dtype)
@@ -395,9 +391,9 @@ def lora(
             raise errors.adapted_already(path[:-1])
 
         for name, kernel_map in kernel_maps.items():
-            shape, expected = getattr(layer, name).shape, kernel_map.shape
-            if expected and shape[-len(expected) :] != expected:
-                raise errors.mapped_over_another_axis(path, shape, expected)
+            kernel = getattr(layer, name)
+            if not kernel_map.fits(kernel):
+                raise errors.mapped_over_another_axis(path, kernel.shape, kernel_map.shape)
         return LoRA(layer, rank, scale, rngs=streams)
 
     return wrap_selected("lora", layers, adapt)

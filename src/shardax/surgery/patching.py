@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardax import Perturbation, Variable, iter_modules, select
-from shardax.extend import Path, PyTree, align, attributes_of, format_path
-from shardax.models.layers.transformer_layer import TransformerBlock
-from shardax.models.transformer import Transformer
-from shardax.nn.stack import Stack
+from shardax.extend import Path, PyTree, align, format_path
 from shardax.surgery import errors
 from shardax.surgery.edits import TransparentWrapper, wrap_selected
 from shardax.surgery.recording import first_argument, first_keyword
+from shardax.surgery.unrolled import LayerPosition, position_of
 
 
 def replace(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -77,11 +75,14 @@ def patch(
     if not values:
         raise errors.nothing_to_patch()
 
-    # Places of one path in the tree are layers of one stack.
-    by_path: dict[Path, dict[_LayerPosition, PyTree]] = {}
+    # Positions of one path in the tree are layers of one stack.
+    by_path: dict[Path, dict[LayerPosition, PyTree]] = {}
     for path, value in values.items():
-        place = _place_of(model, path)
-        by_path.setdefault(place.path, {})[place] = value
+        try:
+            position = position_of(model, path)
+        except (AttributeError, LookupError, TypeError):
+            raise errors.no_such_layer(model, path, _paths_beside(model, path)) from None
+        by_path.setdefault(position.path, {})[position] = value
 
     # What is inside of another layer is wrapped before the path to it becomes longer.
     for path in sorted(by_path, key=len, reverse=True):
@@ -176,22 +177,14 @@ def _can_be_broadcast(new: jax.Array, old: jax.Array) -> bool:
     return new.ndim <= old.ndim and all(size in (1, whole) for size, whole in sizes)
 
 
-class _LayerPosition(NamedTuple):
-    """Where a layer is in the tree of a model."""
-
-    path: Path  # in the tree, where layers of a stack are one
-    layers: tuple[int, ...] = ()  # which one, in each of the stacks around
-    lengths: tuple[int, ...] = ()  # the number of layers of each
-
-
 def _patched(
-    values: Mapping[_LayerPosition, PyTree],
+    values: Mapping[LayerPosition, PyTree],
     how: Callable[[Any, Any], Any],
     inputs: bool,
     path: Path,
     layer: Callable[..., PyTree],
 ) -> Patched:
-    """Returns a layer with the values of its places."""
+    """Returns a layer with the values of its positions."""
     lengths = next(iter(values)).lengths
     path_text = format_path(path)
     if not lengths:
@@ -204,8 +197,8 @@ def _patched(
 
     stacked = jax.tree.map(stack, *values.values())
     is_patched = np.zeros(lengths, bool)
-    for place in values:
-        is_patched[place.layers] = True
+    for position in values:
+        is_patched[position.layers] = True
     return Patched(layer, stacked, jnp.asarray(is_patched), how, inputs, path_text)
 
 
@@ -234,79 +227,6 @@ def _stacked(
 
     empty = jnp.zeros_like(first)
     return below(())
-
-
-def _place_of(model: PyTree, path: Path) -> _LayerPosition:
-    """Finds a layer by the path that ``record`` has for it.
-
-    Raises:
-        SelectionError: If there is nothing.
-    """
-    place, item = _LayerPosition(()), model
-    steps: list[Any] = [*path]
-    while steps:
-        if isinstance(item, TransparentWrapper) and steps[0] != "body":
-            steps = ["body", *steps]
-        blocks = _blocks_of(item) if steps[0] == "layers" and len(steps) > 1 else None
-        try:
-            if blocks is not None:
-                place, item = blocks.go_to(place, steps[1])
-                steps = steps[2:]
-            elif isinstance(item, Stack) and isinstance(steps[0], int):
-                place, item = _into_stack(place, item, steps[0]), item.stacked
-                steps = steps[1:]
-            else:
-                place, item = place._replace(path=(*place.path, steps[0])), _child(item, steps[0])
-                steps = steps[1:]
-        except (AttributeError, LookupError, TypeError):
-            raise errors.no_such_layer(model, path, _paths_beside(model, path)) from None
-    return place
-
-
-def _into_stack(place: _LayerPosition, stack: Stack, layer: int) -> _LayerPosition:
-    """Returns the place of a layer of a stack."""
-    if not 0 <= layer < stack.length:
-        raise IndexError(layer)
-    return _LayerPosition(
-        (*place.path, "stacked"), (*place.layers, layer), (*place.lengths, stack.length)
-    )
-
-
-def _child(item: PyTree, step: Any) -> PyTree:
-    """Returns what is one step below."""
-    if isinstance(step, str) and step in attributes_of(item):
-        return getattr(item, step)
-    return item[step]
-
-
-class _RepeatedBlocks(NamedTuple):
-    """The layers of a ``Transformer`` that are scanned in blocks of several kinds."""
-
-    model: Transformer
-    stack: Stack
-    size: int  # of a block
-
-    def go_to(self, place: _LayerPosition, layer: int) -> tuple[_LayerPosition, PyTree]:
-        """Returns (place, layer) of the layer with a number."""
-        total = self.size * self.stack.length
-        if layer >= total:
-            place = place._replace(path=(*place.path, "rest", layer - total))
-            return place, self.model.rest[layer - total]
-
-        place = place._replace(path=(*place.path, "layers"))
-        place = _into_stack(place, self.stack, layer // self.size)
-        place = place._replace(path=(*place.path, "layers", layer % self.size))
-        return place, self.stack.stacked.layers[layer % self.size]
-
-
-def _blocks_of(item: PyTree) -> _RepeatedBlocks | None:
-    """Returns the blocks of a ``Transformer`` that has some."""
-    if not isinstance(item, Transformer) or not isinstance(item.layers, Stack):
-        return None
-    block = item.layers.stacked
-    if not isinstance(block, TransformerBlock):
-        return None
-    return _RepeatedBlocks(item, item.layers, len(block.layers))
 
 
 def _paths_beside(model: PyTree, path: Path) -> Sequence[Path]:

@@ -167,7 +167,7 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
         layer: Any = copy.copy(place.layer)
         take_precision(layer, precision, None)
         if isinstance(layer.precision, DelayedScaling):
-            layer.precision = DelayedScaling(*_lead(place))
+            layer.precision = DelayedScaling(*place.map.dimensions_of_stacks(place.kernel))
         new[id(place.layer)] = layer
 
     for number, rule in enumerate(rules):
@@ -184,13 +184,6 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
     while (chosen := select(changed).at_subtrees_where(lambda part: id(part) in new)).get_all():
         changed = chosen.apply(lambda _, layer: new[id(layer)])
     return changed
-
-
-def _lead(place: _KernelPlace) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Returns sizes and names of a stack's dimensions."""
-    count = len(place.kernel.shape) - place.map.ndim
-    names = place.kernel.axes or (None,) * count
-    return place.kernel.shape[:count], names[:count]
 
 
 def _rules_of(formats: object) -> list[_FormatRule]:
@@ -272,15 +265,15 @@ def _matching(place: _KernelPlace, rules: list[_FormatRule]) -> int | None:
 
 def _problem(place: _KernelPlace, tile_size: int | None, normalized: list[Path]) -> str | None:
     """Says why a kernel cannot be quantized, if so."""
-    kernel, dimensions, expected = place.kernel, place.map.quantized_along, place.map.shape
+    kernel, dimensions = place.kernel, place.map.quantized_along
     if isinstance(kernel, QuantizedKernel):
         return "is quantized already: make it a Param again first, sx.dequantize(model)"
     if not isinstance(kernel, Param) or not jnp.issubdtype(kernel.dtype, jnp.floating):
         return f"is a {type(kernel).__name__} of {kernel.dtype}, not a Param of floating numbers"
     if any(place.path[: len(path)] == path for path in normalized):
         return "is normalized in each call by the layer around it: leave it out, with None"
-    if expected and kernel.shape[-len(expected) :] != expected:
-        return f"has the shape {kernel.shape}, which does not end with {expected}"
+    if not place.map.fits(kernel):
+        return f"has the shape {kernel.shape}, which does not end with {place.map.shape}"
     if not dimensions:
         return "is summed over no dimension: leave it out, with None"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,9 @@ import numpy as np
 from shardax import Module, Selection, iter_modules, jit, select
 from shardax.extend import ModuleWrapper, Path, PyTree, attributes_of, has_objects
 from shardax.models.generating.generation import generate
-from shardax.models.layers.transformer_layer import TransformerBlock
-from shardax.models.transformer import Transformer
-from shardax.nn.stack import Stack
 from shardax.surgery import errors
 from shardax.surgery.edits import TransparentWrapper, checked_selection, wrap_selected
+from shardax.surgery.unrolled import StackSteps, unrolled_path
 
 
 class _Recording(TransparentWrapper):
@@ -111,8 +110,9 @@ def record(model: PyTree, *selections: Choice, inputs: bool = False) -> Recordin
         A ``Recording``, which is called with the model's arguments and returns (result,
         activations). These are a dict of path to what was returned there, or to a tuple for a layer
         that was called more than once; layers that were not called are absent. Layers of a
-        ``nn.Stack`` have the paths and values of unrolled ones. What the call writes into the model
-        remains, without the activations.
+        ``nn.Stack`` have the paths and values of unrolled ones, as have those of a layer of yours
+        with a method ``unrolled_paths``. What the call writes into the model remains, without the
+        activations.
 
     Raises:
         SelectionError: If a selection is of another tree, if something selected is not called, or
@@ -287,8 +287,8 @@ def _copies(recording: object, model: object) -> Iterator[tuple[Module, Module]]
     """Yields copied Modules of a recording with the originals."""
     originals = dict(iter_modules(model))
     modules = dict(iter_modules(recording))
-    for place, module in modules.items():
-        original = originals.get(_path_in_model(place, modules))
+    for path, module in modules.items():
+        original = originals.get(_path_in_model(path, modules))
         if not isinstance(module, _Recording) and original not in (None, module):
             yield module, original
 
@@ -320,102 +320,46 @@ def _take_over(copy: Module, original: Module, before: Mapping[str, object]) -> 
             setattr(original, name, value)
 
 
-class _LayerBlocks(NamedTuple):
-    """Scanned layers of several kinds, in blocks, and those left over."""
-
-    position: int  # of ``layers`` or ``rest`` in the path
-    size: int  # layers of one block
-    total: int  # layers of all blocks
-
-    def unrolled(self, path: Path) -> Path:
-        """Returns the path in a model with a list of layers."""
-        before: Path = path[: self.position]
-        steps: list[Any] = [*path[self.position :]]
-        if steps[0] == "rest" and len(steps) > 1:
-            return (*before, "layers", self.total + steps[1], *steps[2:])
-        if steps[0] != "layers" or len(steps) < 2:
-            return path
-        if steps[2:3] == ["layers"] and len(steps) > 3:
-            return (*before, "layers", steps[1] * self.size + steps[3], *steps[4:])
-        # What a block returns is what its last layer returns.
-        return (*before, "layers", (steps[1] + 1) * self.size - 1, *steps[2:])
-
-
 class _Recorded(NamedTuple):
     """What one recorder saw, and the stacks that it is in."""
 
-    path: Path
-    stacks: tuple[tuple[int, int], ...]  # (position of "stacked" in the path, number of layers)
-    calls: tuple[object, ...]
-    blocks: tuple[_LayerBlocks, ...] = ()
+    path: Path  # in an unrolled model, up to the outermost stack
+    stacks: tuple[StackSteps, ...]
+    calls: tuple[PyTree, ...]
+
+    def layer(self, index: int) -> _Recorded:
+        """Returns what was seen of one layer of the outermost stack."""
+        (layers, after), *inner = self.stacks
+        calls = jax.tree.map(operator.itemgetter(index), self.calls)
+        return _Recorded((*self.path, *layers[index], *after), tuple(inner), calls)
 
 
-def _activations(recording: object) -> dict[Path, object]:
+def _activations(recording: object) -> dict[Path, PyTree]:
     """Returns what recorders saw by path in the model, cut by layer."""
     modules = dict(iter_modules(recording))
     entries: list[_Recorded] = []
     for place, module in modules.items():
         saved = module.__dict__.get("activation") if isinstance(module, _Recording) else None
-        if saved is None:
-            continue
-
-        path: list[Any] = []
-        stacks: list[tuple[int, int]] = []
-        blocks: list[_LayerBlocks] = []
-        for position, key in enumerate(place):
-            holder = modules.get(place[:position])
-            if isinstance(holder, TransparentWrapper) and key == "body":
-                continue
-
-            body = _without_wrappers(holder)
-            if isinstance(body, Stack) and key == "stacked":
-                stacks.append((len(path), body.length))
-
-            # Layers of several kinds are scanned in blocks, which unrolled models do not have.
-            scanned = _without_wrappers(body.layers) if isinstance(body, Transformer) else None
-            if isinstance(scanned, Stack):
-                block = _without_wrappers(scanned.stacked)
-                if isinstance(block, TransformerBlock):
-                    size = len(block.layers)
-                    blocks.append(_LayerBlocks(len(path), size, size * scanned.length))
-            path.append(key)
-
-        entries.append(_Recorded(tuple(path), tuple(stacks), saved.value, tuple(blocks)))
+        if saved is not None:
+            path, stacks = unrolled_path(place, modules)
+            entries.append(_Recorded(path, tuple(stacks), saved.value))
     return dict(_by_layer(entries))
 
 
-def _without_wrappers(module):
-    """Returns the layer in recorders and patches, or a module as it is."""
-    while isinstance(module, TransparentWrapper):
-        module = module.body
-    return module
-
-
-def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, object]]:
+def _by_layer(entries: Iterable[_Recorded]) -> Iterator[tuple[Path, PyTree]]:
     """Yields (path, activation) in the order of unrolled layers."""
     for stack, group in itertools.groupby(entries, key=_outermost_stack):
         if stack is None:
             for entry in group:
-                path = entry.path
-                for blocks in reversed(entry.blocks):
-                    path = blocks.unrolled(path)
-                yield path, entry.calls[0] if len(entry.calls) == 1 else entry.calls
+                yield entry.path, entry.calls[0] if len(entry.calls) == 1 else entry.calls
             continue
 
         inside = list(group)
-        (position, length), before = inside[0].stacks[0], inside[0].path[: len(stack) - 1]
-        for layer in range(length):
-            yield from _by_layer(
-                _Recorded(
-                    (*before, layer, *entry.path[position + 1 :]),
-                    entry.stacks[1:],
-                    jax.tree.map(lambda array: array[layer], entry.calls),  # noqa: B023
-                    entry.blocks,
-                )
-                for entry in inside
-            )
+        _, length = stack
+        for index in range(length):
+            yield from _by_layer([entry.layer(index) for entry in inside])
 
 
-def _outermost_stack(entry: _Recorded) -> Path | None:
-    """Returns the path of the outermost stacked layer, if any."""
-    return entry.path[: entry.stacks[0][0] + 1] if entry.stacks else None
+def _outermost_stack(entry: _Recorded) -> tuple[Path, int] | None:
+    """Returns where the outermost stack is, and its number of layers; None without one."""
+    return (entry.path, len(entry.stacks[0].layers)) if entry.stacks else None

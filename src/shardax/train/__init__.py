@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: data, optimizer, metrics, checkpoints, logs, and the loop over them."""
 
-from shardax._parallel.schedules import Schedule as Schedule
 from shardax.train import checkpoint as checkpoint
 from shardax.train import metrics as metrics
 from shardax.train.accumulation import accumulated_value_and_grad as accumulated_value_and_grad
@@ -33,6 +32,7 @@ from shardax.train.log import TensorBoardLog as TensorBoardLog
 from shardax.train.log import Tracker as Tracker
 from shardax.train.log import read_jsonl as read_jsonl
 from shardax.train.optimizer import Optimizer as Optimizer
+from shardax.train.pipeline.schedules import Schedule as Schedule
 from shardax.train.pipeline.stages import PipelineStep as PipelineStep
 from shardax.train.run.steps import RunResult as RunResult
 from shardax.train.trainer import Trainer as Trainer

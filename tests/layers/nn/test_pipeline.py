@@ -204,7 +204,7 @@ def test_layers_reach_rounds_by_permutations_of_stages(stages: int, rounds: int)
         assert sorted(here for here, _ in move.pairs) == list(range(stages))
         assert sorted(there for _, there in move.pairs) == list(range(stages))
         for here, there in move.pairs:
-            arrived[there, move.round[there]] = here * rounds + move.place[here]
+            arrived[there, move.round[there]] = here * rounds + move.slot[here]
     every = itertools.product(range(stages), range(rounds))
     assert arrived == {(stage, turn): turn * stages + stage for stage, turn in every}
 

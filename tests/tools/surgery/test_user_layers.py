@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer from outside of shardax is quantized and adapted by what it says of its kernels."""
+"""A layer from outside of shardax is quantized, adapted and recorded by what it says of itself."""
 
 from __future__ import annotations
 
@@ -233,3 +233,42 @@ def test_lora_reaches_layers_within_one_that_is_not_adapted_unasked() -> None:
     }
     asked = lora(sx.select(model).at(lambda model: model.layers[0]), 2)
     assert set(sx.state(asked, "lora").flat()) == {("layers", 0, "a"), ("layers", 0, "b")}
+
+
+def test_map_of_an_equation_with_an_ellipsis_in_the_kernel_is_that_of_einsum() -> None:
+    text, shape = "...d,d...->...", (4, 3)
+    layer = with_values(sx.nn.Einsum(text, shape, rngs=sx.Rngs(0)))
+    assert sx.nn.KernelMap.of(text, shape).equation == layer.kernel_maps()["kernel"].equation
+
+
+class Tower(sx.Module):
+    """Layers in a loop of its own, and one more."""
+
+    def __init__(self, features: int, length: int, *, rngs: sx.Rngs) -> None:
+        make = sx.vmap(lambda rngs: sx.nn.Linear(features, features, rngs=rngs))
+        self.looped = make(rngs.split(length))
+        self.last = sx.nn.Linear(features, features, rngs=rngs)
+        self.length = length
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(sx.scan(lambda x, layer: layer(x), out_axes=sx.Carry)(x, self.looped))
+
+    def unrolled_paths(self) -> dict[Any, Any]:
+        looped = [("layers", index) for index in range(self.length)]
+        return {("looped",): looped, ("last",): ("layers", self.length)}
+
+
+def test_layers_of_a_users_loop_are_recorded_and_patched_by_unrolled_paths() -> None:
+    model = sx.nn.Sequential(with_values(Tower(4, 3, rngs=sx.Rngs(0))))
+    y, found = sx.surgery.record(model, sx.nn.Linear)(X)
+    assert list(found) == [("layers", 0, "layers", index) for index in range(4)]
+    np.testing.assert_array_equal(found["layers", 0, "layers", 3], y)
+
+    shift = jnp.arange(4.0)
+    for index in range(4):
+        patched = sx.surgery.patch(model, {("layers", 0, "layers", index): shift}, jnp.add)
+        _, changed = sx.surgery.record(patched, sx.nn.Linear)(X)
+        same = [bool((found[path] == changed[path]).all()) for path in found]
+        assert same == [other < index for other in range(4)]
+        path = ("layers", 0, "layers", index)
+        np.testing.assert_allclose(changed[path], found[path] + shift[None], rtol=1e-5)

@@ -41,7 +41,6 @@ from shardax.extend import (
     Object,
     Path,
     PyTree,
-    did_you_mean,
     format_path,
     is_eager,
     open_jaxpr,
@@ -50,7 +49,7 @@ from shardax.extend import (
     stored_value,
 )
 from shardax.host.errors import ExportError
-from shardax.host.export import signature
+from shardax.host.export import errors, signature
 from shardax.host.export.signature import ArrayForm, StateEntry
 from shardax.partition import resolve_mesh
 
@@ -115,9 +114,7 @@ def export(
     """
     signature.require_extras()
     if not is_eager():
-        raise ExportError(
-            "Cannot export while a transform is tracing: the state has no numbers. Export outside."
-        )
+        raise errors.export_while_tracing()
 
     place = free_place(to)
     compiled, arguments = _compiled_call(function, args)
@@ -129,9 +126,7 @@ def export(
         lowered = jax.export.export(jax.jit(program.__call__), platforms=platforms)
         exported = lowered(*program.shapes())
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ExportError(
-            f"JAX cannot export the function: {type(error).__name__}: {error}"
-        ) from error
+        raise errors.refused_by_jax(error) from error
 
     devices = exported.nr_devices
     described = signature.Signature(
@@ -189,7 +184,7 @@ def _traced(
 
 def _mesh_of(program: FlatProgram) -> Mesh | None:
     """The mesh of state and inputs, else the one in scope."""
-    meshes: dict[Any, str] = {}
+    meshes: dict[Any, str] = {}  # with the name of the first array over each
     state, inputs = program.shapes()
     names = [entry.path for entry in program.state]
     names += [f"an array of {argument.name}" for argument in program.inputs for _ in argument.forms]
@@ -198,11 +193,7 @@ def _mesh_of(program: FlatProgram) -> Mesh | None:
             meshes.setdefault(shape.sharding.mesh, name)
 
     if len(meshes) > 1:
-        listed = "; ".join(f"{name}: {mesh}" for mesh, name in meshes.items())
-        raise ExportError(
-            f"The function uses arrays over {len(meshes)} meshes ({listed}). A program runs on "
-            "one: move all of it there, sx.shard(model, mesh, rules)."
-        )
+        raise errors.several_meshes(meshes)
 
     scope = resolve_mesh()
     return next(iter(meshes), scope if isinstance(scope, Mesh) else None)
@@ -246,28 +237,19 @@ class _DynamicSizes:
 
         names = list(dynamic)
         if not names and constraints:
-            raise ExportError(
-                f"constraints={tuple(constraints)!r} are about dynamic dimensions, and there are "
-                "none: dynamic={'batch': 0}."
-            )
+            raise errors.constraints_of_nothing(constraints)
 
         if names:
             try:
                 sizes = jax.export.symbolic_shape(", ".join(names), constraints=tuple(constraints))
             except Exception as error:
-                raise ExportError(
-                    f"JAX does not take dynamic={names} with constraints={tuple(constraints)!r}: "
-                    f"{error}. Names are identifiers, constraints such as 'seq <= 512'."
-                ) from error
+                raise errors.no_symbols(names, constraints, error) from error
             self.symbols = dict(zip(names, sizes, strict=True))
 
         for name, places in dynamic.items():
             for label in places if isinstance(places, Mapping) else ():
                 if label not in labels:
-                    raise ExportError(
-                        f"dynamic={{{name!r}: ...}} is about an argument {label!r}, but the call "
-                        f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
-                    )
+                    raise errors.no_such_argument(name, label, labels)
 
     def abstract(self, label: str, path, leaf):
         """Replace an array of an argument by its shape and dtype."""
@@ -279,12 +261,12 @@ class _DynamicSizes:
         for name, symbol in self.symbols.items():
             for axis in self._axes(name, label):
                 if not -len(shape) <= axis < len(shape):
-                    raise ExportError(
-                        f"dynamic={{{name!r}: ...}} makes dimension {axis} of {where} dynamic, "
-                        f"which has the shape {tuple(leaf.shape)}. Say which arguments have it, "
-                        f"dynamic={{{name!r}: {{'name of the argument': {axis}}}}}."
-                    )
-                self._note_size(name, leaf.shape[axis], where)
+                    raise errors.no_such_dimension(name, axis, where, tuple(leaf.shape))
+
+                size = leaf.shape[axis], where
+                first = self.sizes.setdefault(name, size)
+                if size[0] != first[0]:
+                    raise errors.two_sizes(name, first, size)
                 shape[axis] = symbol
 
         return jax.ShapeDtypeStruct(
@@ -299,23 +281,11 @@ class _DynamicSizes:
         axes = places.get(label, ()) if isinstance(places, Mapping) else places
         return (axes,) if isinstance(axes, int) else tuple(axes)
 
-    def _note_size(self, name: str, size, where: str) -> None:
-        first_size, first = self.sizes.setdefault(name, (size, where))
-        if size != first_size:
-            raise ExportError(
-                f"The dynamic dimension {name!r} is {first_size} in {first} and {size} in {where}, "
-                f"but it is one size. Give one of them a name of its own, or leave it as it is: "
-                f"dynamic={{{name!r}: {{{first.lstrip('.')!r}: ...}}}}."
-            )
-
     def check_used(self) -> None:
         """Raise if no array has a dynamic dimension."""
         unused = [name for name in self.symbols if name not in self.sizes]
         if unused:
-            raise ExportError(
-                f"The dynamic dimensions {unused} are of no array: the arguments that dynamic= "
-                "names have none."
-            )
+            raise errors.dimensions_of_no_array(unused)
 
 
 def _layout(leaf: object, shape: Sequence[object]):
@@ -352,10 +322,7 @@ def written_at(place: pathlib.Path) -> Generator[pathlib.Path]:
     except PathExistsError:
         raise
     except OSError as error:
-        raise ExportError(
-            f"The export was not written to {place}: {error}. Nothing was left there; export again "
-            f"when it can be written, or to another place."
-        ) from error
+        raise errors.not_written(place, error) from error
 
 
 def write_signature(folder: pathlib.Path, entries: Mapping[str, object]) -> None:
@@ -464,11 +431,7 @@ def _inputs(program: ArrayProgram) -> Iterator[signature.ExportedInput]:
     """Describe the arguments of callers; one without arrays belongs to the signature."""
     for name, by_name, treedef, leaves, has_objects in program.inputs:
         if has_objects:
-            raise ExportError(
-                f"The argument {name} holds arrays or containers together with Modules or static "
-                "values. What callers pass and what the artifact holds must be apart: pass each "
-                "Module as an argument of its own, or close over it."
-            )
+            raise errors.mixed_argument(name)
         tree = signature.to_json(treedef, (name,))
         yield signature.ExportedInput(name, by_name, tree, tuple(map(ArrayForm.of, leaves)))
 
@@ -533,52 +496,26 @@ def check_random_state(variables: Sequence[tuple[Path, Variable]]) -> None:
 def check_effects(program: ArrayProgram) -> None:
     """Raise if a call does more than return arrays and write Variables."""
     if program.change is not None:
-        changed = ", ".join(map(format_path, program.change.paths))
         made = sorted(kind.__name__ for kind in program.change.new_types)
-        hint = f" It makes new Variables ({', '.join(made)})." if made else ""
-        raise ExportError(
-            f"A call changes the structure of {changed}.{hint} An exported program writes values "
-            "only. Let a first call make what is missing (layers that sow or cache), then export; "
-            "or export a function that does not change it."
-        )
-
+        raise errors.structure_changed(program.change.paths, made)
     if program.returns_objects:
-        raise ExportError(
-            "The function returns Modules or Variables. An exported program returns arrays: return "
-            "their values, variable.value or sx.state(module).to_pure_dict()."
-        )
+        raise errors.objects_returned()
 
 
 def check_form_is_kept(path: Path, old: object, new: object) -> None:
     """Raise if a call changes the form of a Variable."""
     forms = [[str(ArrayForm.of(leaf)) for leaf in jax.tree.leaves(value)] for value in (old, new)]
     if forms[0] != forms[1] or jax.tree.structure(old) != jax.tree.structure(new):
-        was, becomes = (", ".join(texts) for texts in forms)
-        raise ExportError(
-            f"A call turns the Variable at {format_path(path)} from {was} into {becomes}. The "
-            "state of an artifact keeps its form, so that it can be called again. Make it the "
-            "right form before (a cache of the largest size), or pass and return it instead of "
-            "holding it."
-        )
+        raise errors.form_changed(path, *forms)
 
 
 def check_program(jaxpr: Any) -> None:
     """Raise if a program calls Python, or has other effects."""
     callbacks = list(dict.fromkeys(_callbacks(jaxpr.jaxpr)))
     if callbacks:
-        listed = "".join(f"\n  {name}" for name in callbacks)
-        raise ExportError(
-            f"The function calls Python while it runs, which whoever loads the artifact does not "
-            f"have:{listed}\nTake it out of what is exported (debug prints, progress bars), or "
-            "compute it with JAX. A function of the host can be called before or after the "
-            "loaded one."
-        )
+        raise errors.python_called(callbacks)
     if jaxpr.effects:
-        effects = ", ".join(sorted(map(str, jaxpr.effects)))
-        raise ExportError(
-            f"The function has effects besides its result ({effects}), such as reading or writing "
-            "a jax.Ref. Hold the value in a Variable instead: sx.Variable(value)."
-        )
+        raise errors.other_effects(sorted(map(str, jaxpr.effects)))
 
 
 def _callbacks(jaxpr, outer_line: str = "") -> Iterator[str]:

@@ -34,7 +34,7 @@ from shardax import (
 from shardax._files import PathNotFoundError
 from shardax.errors import PickleWriteError, TransformError
 from shardax.extend import PyTree, is_eager
-from shardax.host import errors
+from shardax.host.export import errors
 from shardax.host.export import signature as signatures
 from shardax.host.export.signature import ArrayForm, Signature
 
@@ -60,12 +60,13 @@ class LoadedProgram:
     def __init__(self, exported: Any, signature: Signature, mesh: Mesh | None) -> None:
         self.signature = signature
         self.mesh = mesh  # the exporting mesh over these devices; None for the default device
-        written = [self.place_of(entry.form) for entry in signature.state if entry.written]
+        written = [self.sharding_of(entry.form) for entry in signature.state if entry.written]
         results = [None] * len(signature.output_forms)
         self.step = jit(lambda function, inputs: function._run(inputs))  # of a LoadedFunction
-        places = None if mesh is None else (results, written)
+
+        shardings = None if mesh is None else (results, written)
         # Words of (state, inputs) to words of (results, new values of the written state).
-        self.run = jax.jit(self._differentiable(exported.call), out_shardings=places)
+        self.run = jax.jit(self._differentiable(exported.call), out_shardings=shardings)
 
     def __deepcopy__(self, memo: object) -> LoadedProgram:
         return self  # it has no state
@@ -86,14 +87,11 @@ class LoadedProgram:
 
         @program.defjvp
         def _refuse(primals: object, tangents: object):
-            raise errors.ExportError(
-                f"{self.signature.name} was exported without derivatives. Export it with "
-                "vjp_order=1, or more for higher ones."
-            )
+            raise errors.no_derivatives(self.signature.name)
 
         return program if self.signature.vjp_order == 0 else program.fun
 
-    def place_of(self, form: ArrayForm) -> NamedSharding | None:
+    def sharding_of(self, form: ArrayForm) -> NamedSharding | None:
         """The sharding of a state array; None for the default device."""
         return None if self.mesh is None else form.sharding(self.mesh)
 
@@ -101,15 +99,9 @@ class LoadedProgram:
         """Return JAX's error about exported programs in terms of ``export``."""
         text, name = str(error), self.signature.name
         if "refining shapes" in text and self.signature.constraints:
-            return errors.ExportError(
-                f"The sizes of the call break what {name} was exported under: "
-                f"{', '.join(self.signature.constraints)}. It takes {self.signature}."
-            )
+            return errors.constraints_broken(name, self.signature.constraints, self.signature)
         if "atching rule" in text:
-            return errors.ExportError(
-                f"{name} cannot be mapped by vmap: an exported program is as it is. Export it with "
-                "a dimension for the batch, dynamic={'batch': 0}, or call it in a loop (sx.scan)."
-            )
+            return errors.not_mapped(name)
         return error
 
 
@@ -156,6 +148,7 @@ class LoadedFunction(Module):
     def _run(self, inputs: Sequence[object]):
         state = [signatures.to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, list(inputs))
+
         pairs = zip(self.signature.state, self.variables.values(), strict=True)
         targets = [(entry, variable) for entry, variable in pairs if entry.written]
         for (entry, variable), words in zip(targets, written, strict=True):
@@ -195,82 +188,70 @@ def load(path: object, mesh: Mesh | None = None, *, verify: bool = True) -> Load
         [0.0, 2.0, 4.0]
     """
     signatures.require_extras()
+    from safetensors import safe_open
+
     folder, entries = read_signature(path, verify)
     try:
         signature = Signature.from_json(entries["signature"])
     except (KeyError, TypeError, ValueError) as error:
-        raise errors.ExportError(
-            f"{folder / signatures.SIGNATURE} cannot be read ({error!r}). Export the function anew."
-        ) from error
+        raise errors.unreadable_signature(folder / signatures.SIGNATURE, error) from error
+
     exported = _program(folder, entries)
     devices = _devices(signature, mesh, str(folder))
     program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
-    weights = Weights(folder / signatures.WEIGHTS)
+
     variables: dict[str, Variable] = {}
-    for entry in signature.state:
-        words = weights.read(entry.path, entry.form.words(), program.place_of(entry.form))
-        value = signatures.from_words(words, entry.form)
-        kind = _KIND_BY_NAME.get(entry.type, Variable)
-        variables[entry.path] = kind(value, axes=entry.axes)
+    with safe_open(folder / signatures.WEIGHTS, "numpy") as weights:
+        for entry in signature.state:
+            form = entry.form
+            words = read_array(weights, entry.path, form.words(), program.sharding_of(form))
+            variable_type = _KIND_BY_NAME.get(entry.type, Variable)
+            variables[entry.path] = variable_type(
+                signatures.from_words(words, form), axes=entry.axes
+            )
     return LoadedFunction(program, variables)
 
 
 def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any]]:
-    """Read the signature of an artifact and checks its files."""
-    place = pathlib.Path(os.path.abspath(path))
-    file = place / signatures.SIGNATURE
+    """Reads the signature of an artifact, and checks its files."""
+    folder = pathlib.Path(os.path.abspath(path))
+    file = folder / signatures.SIGNATURE
     if not file.is_file():
-        absence = "no artifact (a folder with signature.json)" if place.exists() else "nothing"
-        raise PathNotFoundError(f"There is {absence} at {place}.")
+        absence = "no artifact (a folder with signature.json)" if folder.exists() else "nothing"
+        raise PathNotFoundError(f"There is {absence} at {folder}.")
+
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["format"], entries["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(file, f"cannot be read ({error!r})") from error
+        raise errors.damaged(file, f"cannot be read ({error!r})") from error
     if version != (signatures.FORMAT, signatures.VERSION):
-        raise errors.ExportError(
-            f"{place} has the format {version[0]!r}, version {version[1]!r}; this shardax reads "
-            f"{signatures.FORMAT!r}, version {signatures.VERSION}. Load it with the version that "
-            "wrote it, or export the function anew."
-        )
+        raise errors.other_format(folder, version, (signatures.FORMAT, signatures.VERSION))
+
     if entries.get("checksum") != signatures.own_checksum(entries):
-        raise _damaged(file, "was changed after it was written")
+        raise errors.damaged(file, "was changed after it was written")
     for name, checksum in entries["checksums"].items():
-        if not (place / name).is_file():
-            raise _damaged(place / name, "is missing")
-        if verify and signatures.checksum(place / name) != checksum:
-            raise _damaged(place / name, "is not what was written (its checksum differs)")
-    return place, entries
+        if not (folder / name).is_file():
+            raise errors.damaged(folder / name, "is missing")
+        if verify and signatures.checksum(folder / name) != checksum:
+            raise errors.damaged(folder / name, "is not what was written (its checksum differs)")
+    return folder, entries
 
 
-def _damaged(file: pathlib.Path, problem: str) -> errors.ExportError:
-    return errors.ExportError(
-        f"{file} {problem}. Copy the artifact again from where it was written, or export the "
-        "function anew; an artifact is not meant to be edited."
-    )
+def read_array(weights: Any, name: str, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """Returns an array of safetensors; over a mesh, each device reads its part only."""
+    # A slice has at least one number.
+    stored = weights.get_slice(name) if form.size and form.shape else weights.get_tensor(name)
 
+    def part(index: Any) -> np.ndarray:
+        array = np.asarray(stored[index])
+        # Dtypes that safetensors lacks are bytes, in one dimension more.
+        return array.view(form.dtype).reshape(array.shape[: len(form.shape)])
 
-class Weights:
-    """The arrays of an artifact, read as they are asked for."""
-
-    def __init__(self, file: pathlib.Path) -> None:
-        self._data = np.memmap(file, np.uint8, mode="r")
-        size = int(self._data[:8].view("<u8")[0])
-        self._start = 8 + size
-        self._header: dict[str, Any] = json.loads(self._data[8 : self._start].tobytes())
-
-    def read(self, name: str, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-        """Return an array; over a mesh, each device reads its part only."""
-        begin, end = self._header[name]["data_offsets"]
-        raw = self._data[self._start + begin : self._start + end]
-        array = raw.view(form.dtype).reshape(form.shape)
-        if sharding is None:
-            return jax.numpy.array(array)
-
-        def part(index) -> np.ndarray:
-            return np.array(array[index])
-
-        return jax.make_array_from_callback(form.shape, sharding, part)
+    everything = (slice(None),) * len(form.shape)
+    if sharding is None:
+        return jax.numpy.array(part(everything))
+    return jax.make_array_from_callback(form.shape, sharding, part)
 
 
 def _program(folder, entries):
@@ -278,50 +259,38 @@ def _program(folder, entries):
     written = entries["calling_convention"]
     lowest = jax.export.minimum_supported_calling_convention_version
     highest = jax.export.maximum_supported_calling_convention_version
-    advice = "Load it with a JAX of nearer age, or export it anew."
     if not lowest <= written <= highest:
-        raise errors.ExportError(
-            f"The program in {folder} was exported by JAX {entries['jax']} with the calling "
-            f"convention {written}; JAX {jax.__version__} reads calling conventions {lowest} to "
-            f"{highest}. {advice}"
-        )
+        raise errors.other_convention(folder, entries["jax"], written)
+
     try:
         return jax.export.deserialize(bytearray((folder / signatures.PROGRAM).read_bytes()))
     except Exception as error:
-        raise errors.ExportError(
-            f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "
-            f"{entries['jax']} exported: {type(error).__name__}: {error}. {advice}"
-        ) from error
+        raise errors.unreadable_program(folder, entries["jax"], error) from error
 
 
-def _devices(signature: Signature, mesh: object, where: str) -> list[Any]:
-    """Return the devices to run on."""
+def _devices(signature: Signature, mesh: object, folder: str) -> list[Any]:
+    """Returns the devices to run on."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TransformError(
             f"mesh={mesh!r} is not a mesh of devices. Make one: "
             f"jax.make_mesh(({signature.devices},), ('x',))."
         )
+
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     count = signature.devices
     if len(devices) < count or (mesh is not None and len(devices) != count):
-        raise errors.ExportError(
-            f"{where} runs on {count} devices, and {'here' if mesh is None else 'in the mesh'} are "
-            f"{len(devices)}. Load it over {count} devices, or export it for {len(devices)}."
-        )
-    kinds = {"gpu": ("cuda", "rocm")}.get(devices[0].platform, (devices[0].platform,))
-    if not {*kinds, devices[0].platform} & {*signature.platforms}:
-        raise errors.ExportError(
-            f"{where} was exported for {', '.join(signature.platforms)}, and the devices here are "
-            f"{devices[0].platform}. Export it with platforms={(*signature.platforms, kinds[0])}."
-        )
+        raise errors.other_number_of_devices(folder, count, len(devices), mesh is not None)
+
+    platform: str = devices[0].platform
+    kinds = {"gpu": ("cuda", "rocm")}.get(platform, (platform,))
+    if not {*kinds, platform} & {*signature.platforms}:
+        raise errors.other_platform(folder, signature.platforms, platform, kinds[0])
+
     forms = [entry.form for entry in signature.state]
     forms += [form for argument in signature.inputs for form in argument.forms]
     wide = sorted({form.dtype for form in forms if form.is_wide})
     if wide and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
-        raise errors.ExportError(
-            f"{where} uses {', '.join(wide)}, and JAX has 32 bits here. Before anything else: "
-            "sx.configure(x64=True)."
-        )
+        raise errors.no_64_bits(folder, wide)
     return devices[:count]
 
 

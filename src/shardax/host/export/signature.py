@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax.extend import Path, format_path, is_prng_key, needs_package, path_of_keys
 from shardax.host.errors import ExportError
+from shardax.host.export import errors
 
 FORMAT = "shardax artifact"
 VERSION = 1
@@ -154,12 +155,7 @@ def _encode(node, path: Path):
     if type(node) is dict and all(type(key) in (str, int) for key in node):
         return {"dict": [[key, _encode(child, (*path, key))] for key, child in node.items()]}
     keys = "dict with other keys than str and int" if type(node) is dict else type(node).__name__
-    raise ExportError(
-        f"Cannot export a {keys} at {format_path(path)}: whoever loads the artifact may not have "
-        "the class. Arguments and results of an exported function are arrays in tuples, lists and "
-        "dicts. Export a function that takes or returns those, such as lambda x, y: "
-        "f(Pair(x, y))._asdict()."
-    )
+    raise errors.unknown_container(keys, path)
 
 
 def from_json(tree: Any) -> Any:
@@ -284,10 +280,12 @@ class Signature:
         sizes: dict[str, tuple[int, str]] = {}
         leaves: list[Any] = []
         values = self._in_order(args, kwargs)
+
         for argument, expected, value in zip(self.inputs, self._structures, values, strict=True):
             actual = jax.tree.structure(value)
             if expected != actual:
                 raise self._refusal(f"{argument.name} is made like {actual}, not like {expected}.")
+
             pairs = jax.tree_util.tree_leaves_with_path(value)
             for (keys, leaf), form in zip(pairs, argument.forms, strict=True):
                 path = (argument.name, *path_of_keys(keys))
@@ -308,6 +306,7 @@ class Signature:
         if len(args) > len(positional) or twice:
             excess = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional arguments"
             raise self._refusal(f"The call gives {excess}.")
+
         values.update(kwargs)
         names = [argument.name for argument in self.inputs]
         missing = [name for name in names if name not in values]
@@ -327,6 +326,7 @@ class Signature:
                 keys = f"jax.random.key(0, impl={form.key!r})"
                 raise self._refusal(f"{where} is {ArrayForm.of(leaf)}; it takes keys as {keys}.")
             return leaf
+
         dtype = jnp.dtype(form.dtype)
         if isinstance(leaf, (bool, int, float, complex)):
             leaf_dtype = jnp.result_type(leaf, dtype)
@@ -335,6 +335,7 @@ class Signature:
             if not hasattr(leaf, "dtype"):
                 raise self._refusal(f"{where} is {leaf!r}, not an array.")
             leaf_dtype = plain_dtype(leaf.dtype)
+
         if leaf_dtype != dtype:
             raise self._refusal(
                 f"{where} is {leaf_dtype}; the program takes {form.dtype}: jnp.asarray({where}, "
@@ -360,7 +361,7 @@ class Signature:
             raise self._refusal(f"{where} has the shape {tuple(shape)}, not that of {form}.")
 
     def _refusal(self, problem: str) -> ExportError:
-        return ExportError(f"{problem} The artifact takes {self}. Nothing was run.")
+        return errors.call_does_not_fit(problem, self)
 
 
 def _to_plain(value) -> Any:

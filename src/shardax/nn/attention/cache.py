@@ -131,6 +131,7 @@ class AttentionCache(Module):
                 self.key,
                 f"Make it with nn.AttentionCache{shape}, one for each layer.",
             )
+
         if self.ring and (attention.window is None or attention.window > self.length):
             raise LayerInputError(
                 f"A ring of {self.length} slots forgets positions that attention with "
@@ -178,10 +179,12 @@ class AttentionCache(Module):
             (self.value, value),
             (self.position, positions),
         ]
+
         if self.key_scale is not None:
             numbers, scales = zip(*map(_rounded_heads, (key, value)), strict=True)
             variables = (self.key, self.value, self.position, self.key_scale, self.value_scale)
             pairs = list(zip(variables, (*numbers, positions, *scales), strict=True))
+
         old = [variable.value for variable, _ in pairs]
         if any(jax.typeof(array).sharding.mesh.empty for array in old) and (
             explicit_entries(key) is not None
@@ -191,7 +194,9 @@ class AttentionCache(Module):
                 f"{jax.typeof(key)} over Explicit mesh axes. Lay it out as the model: "
                 f"sx.shard(cache, mesh, rules)."
             )
+
         new = [_laid_out_rows(array.astype(v.dtype), v.value) for v, array in pairs]
+
         is_full = None
         if not self.ring:
             is_full = count + time > self.length
@@ -218,9 +223,11 @@ class AttentionCache(Module):
                     for before, after in zip(old, new, strict=True)
                 ]
             )
+
         for (variable, _), array in zip(pairs, written, strict=True):
             variable.value = array
         self.count.value = count + time
+
         keys, values, positions_held, *read_scales = read
         if read_scales:
             keys, values = (
@@ -319,10 +326,12 @@ class ContextCache(AttentionCache):
                 "A ContextCache was read before a context was written to it. Call the attention "
                 "with the context first: attention(x, context, cache=cache)."
             )
+
         keys, values = self.key.value, self.value.value
         if self.key_scale is not None and self.value_scale is not None:
             keys = dequantized(keys, self.key_scale.value[..., None], dtype)
             values = dequantized(values, self.value_scale.value[..., None], dtype)
+
         allowed = (self.position.value >= 0)[:, None, None, :]
         return keys.astype(dtype), values.astype(dtype), allowed, is_empty
 

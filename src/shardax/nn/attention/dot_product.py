@@ -116,6 +116,7 @@ def dot_product_attention(
     name = "dot_product_attention"
     query, key, value = cast_all(None, *map(as_array, (query, key, value)))
     shapes = f"queries {query.shape}, keys {key.shape} and values {value.shape}"
+
     fits = (
         query.ndim >= 3
         and query.ndim == key.ndim
@@ -130,6 +131,7 @@ def dot_product_attention(
             f"shape (..., other time, kv heads, head_dim), but was given {shapes}. Move the "
             f"dimension of heads before the last: jnp.swapaxes(query, -2, -3)."
         )
+
     if mask is not None:
         mask = check_mask(name, mask, query.ndim - 1)
     if bias is not None:
@@ -138,6 +140,7 @@ def dot_product_attention(
         sinks = as_array(sinks)
         if sinks.shape != query.shape[-2:-1]:
             refuse_input(name, f"sinks of shape {query.shape[-2:-1]}", sinks, "One for each head.")
+
     return weighted_values(
         name,
         query,
@@ -203,6 +206,7 @@ def choose_attention(
         array if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(array.shape, array.dtype)
         for array in (query, key)
     )
+
     pair = isinstance(segment_ids, tuple)
     call = _call_of(
         queries,
@@ -381,39 +385,37 @@ def weighted_values(
         )
         if result is not None:
             return result
+
     if any(_splits_last(array) for array in (query, key, value)):
         # Scores are then sums over devices, which the compiler plans as over Auto axes. A function
         # that is called there could not read arrays of its own, nor write a state: it gets heads
         # that are whole.
         if to_weights is softmax and dropout is None:
+            weigh = functools.partial(
+                weighted_values,
+                layer,
+                causal=causal,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                names=names,
+                implementation=implementation,
+                precision=precision,
+            )
 
-            def weigh(
-                query: jax.Array, key: jax.Array, value: jax.Array, bias, mask, sinks, segments
-            ) -> jax.Array:
-                return weighted_values(
-                    layer,
-                    query,
-                    key,
-                    value,
-                    names=names,
-                    bias=bias,
-                    mask=mask,
-                    sinks=sinks,
-                    segments=segments,
-                    causal=causal,
-                    window=window,
-                    scale=scale,
-                    softcap=softcap,
-                    implementation=implementation,
-                    precision=precision,
-                )
+            def run(query, key, value, bias, mask, sinks, segments) -> jax.Array:
+                arrays = {"bias": bias, "mask": mask, "sinks": sinks, "segments": segments}
+                return weigh(query, key, value, **arrays)
 
             last = query.ndim - 1
             layout = joined_sharding(((query, range(last)), (value, (last,))))
-            return with_layout(weigh, layout, query, key, value, bias, mask, sinks, segments)
+            return with_layout(run, layout, query, key, value, bias, mask, sinks, segments)
+
         query, key, value = (gathered(array, -1) for array in (query, key, value))
+
     if segments is not None:
         mask = within_segments(*segments, mask)
+
     # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
     # compiled where a user forbids promotion.
     config: Any = jax.config
@@ -424,6 +426,7 @@ def weighted_values(
     if is_plain and (query.dtype not in unfused or implementation == "cudnn"):
         options = causal, scale, window, implementation
         return _fused(layer, query, key, value, bias, mask, precision, *options)
+
     if implementation == "cudnn":
         refuse_input(
             f'{layer}(implementation="cudnn")',
@@ -431,8 +434,10 @@ def weighted_values(
             query,
             f"cuDNN keeps its weights to itself. {OTHER_KERNEL}",
         )
+
     if key.shape[-2] < query.shape[-2]:
         key, value = repeat_heads(query, key), repeat_heads(query, value)
+
     scores = jnp.einsum(
         "...tnh,...snh->...nts",
         query,
@@ -444,12 +449,14 @@ def weighted_values(
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
+
     if causal or window is not None:
         order = reading_order(scores.shape[-2], scores.shape[-1], causal, window)
         order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
         mask = order if mask is None else mask & order
     if mask is not None:  # what may not be read has the weight 0, as in jax.nn
         scores = _mask_scores(scores, mask)
+
     weights = to_weights(scores) if sinks is None else _softmax_beside(scores, sinks)
     weights = weights if dropout is None else dropout(weights)
     weights = weights.astype(value.dtype)
@@ -487,9 +494,11 @@ def _by_kernel(
     options = _options_of(mask=arrays.mask is not None, bias=arrays.bias is not None)
     operands = arrays.query, arrays.key, arrays.value
     call = _call_of(*operands, names, options=(*options, *unusual), segments=kind, **order)
+
     chosen = _chosen(layer, implementation, call).implementation
     if chosen not in ("splash", "tokamax"):
         return None, chosen
+
     if segments is not None and chosen == "splash":
         arrays = arrays._replace(segments=segments[0])
     elif segments is not None:
@@ -531,6 +540,7 @@ def _fused(
     if precision is not None:
         scope = jax.default_matmul_precision(jax.lax.Precision(precision).name.lower())
     options = causal, scale, near, implementation
+
     try:
         with scope:
             return _dot_product_attention(query, key, value, bias, mask, *options)
@@ -607,10 +617,11 @@ def distance_buckets(
     length: int, count: int, farthest: int = 128, causal: bool = False
 ) -> jax.Array:
     """Returns the bucket of each pair of positions, by their distance."""
-    place = np.arange(length)
-    distance = place[None, :] - place[:, None]
+    position = np.arange(length)
+    distance = position[None, :] - position[:, None]
     if causal:
         return jnp.asarray(_bucket_behind(np.maximum(-distance, 0), count, farthest), jnp.int32)
+
     # Half of the buckets are for positions behind.
     half = count // 2
     bucket = _bucket_behind(np.abs(distance), half, farthest)

@@ -175,15 +175,19 @@ class MultiHeadLatentAttention(MultiHeadAttention):
                 "MultiHeadLatentAttention has norms of its latents, and none of heads, but was "
                 "given a query_norm, key_norm or query_growth. Set them to None."
             )
+
         source = x if context is None else context
         has_latent = hasattr(self, "q_down")
         query = self.q_up(self.q_latent_norm(self.q_down(x))) if has_latent else self.q(x)
+
         latent, rotated = _parts(self.kv_down(source), self.latent_dim)
         latent = self.latent_norm(latent).astype(query.dtype)
+
         plain, turned = _parts(query, self._plain_dim)
         rotation = self._rotation(x, positions)
         interleaved = self._rope().interleaved
         turned = rotate(turned, rotation, interleaved=interleaved)
+
         rotation = rotation if context is None else self._rotation(source, others)
         key = rotate(rotated[..., None, :], rotation, interleaved=interleaved)
         query = jnp.concatenate([plain, turned], axis=-1)
@@ -216,6 +220,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         is_plain = is_masked and query.ndim == 4 and self._is_plain()
         if is_plain and self._reads_latents(query.shape[-3], latent.shape[-3]):
             return self._attend_latents(query, rotated, latent[..., 0, :], mask)
+
         made = self.kv_up(latent[..., 0, :])
         plain, value = _parts(made, self._plain_dim)
         rotated = gathered(rotated, -1)  # that of a cache may be split
@@ -224,6 +229,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         if ordered and ring_axes(query):  # a ring sends keys and values of one size
             size = max(self.head_dim, self.value_dim)
             qkv = QueryKeyValue(*(_widened(heads, size) for heads in qkv))
+
         options: dict[str, Any] = {"segment_ids": segment_ids, "bias": bias, "ordered": ordered}
         return super().attend(qkv, mask, **options)[..., : self.value_dim]
 
@@ -261,14 +267,18 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         to_key, to_value = _parts(kernel, self._plain_dim)
         plain, turned = _parts(query, self._plain_dim)
         plain = einsum("bthd,rhd->bthr", plain, to_key)
+
         wide = {"preferred_element_type": at_least_float32(query.dtype)}
         scores = einsum("bthr,bsr->bhts", plain, latent, **wide)
         scores += einsum("bthd,bsd->bhts", turned, rotated[..., 0, :], **wide)
+
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scores = scores * jnp.asarray(scale, scores.dtype)
         scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
+
         weights = self.softmax(scores)
         weights = weights if self.dropout is None else self.dropout(weights)
+
         read = einsum("bhts,bsr->bthr", weights.astype(query.dtype), latent)
         return einsum("bthr,rhd->bthd", read, to_value)
 

@@ -435,9 +435,9 @@ class MultiHeadAttention(Module):
     def _growth(self, x: jax.Array, positions: Any) -> jax.Array:
         """Returns the factors of queries, by position."""
         factor, length = self.query_growth or (0.0, 1.0)
-        places = _integers(x, positions).astype(np.float32)
-        growth = 1 + factor * jnp.log1p(jnp.floor((places + 1) / length))
-        growth = jax.lax.expand_dims(growth, (places.ndim, places.ndim + 1))
+        integers = _integers(x, positions).astype(np.float32)
+        growth = 1 + factor * jnp.log1p(jnp.floor((integers + 1) / length))
+        growth = jax.lax.expand_dims(growth, (integers.ndim, integers.ndim + 1))
         return growth if growth.ndim == x.ndim + 1 else jnp.expand_dims(growth, 0)
 
     def _chunks(self, x: jax.Array, context: Any, positions: Any) -> jax.Array:
@@ -733,9 +733,9 @@ def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any
 
 def positions_within(segment_ids: jax.Array) -> jax.Array:
     """Returns positions from the beginning of each segment."""
-    places = jnp.cumsum(jnp.ones_like(segment_ids, jnp.int32), axis=-1, dtype=jnp.int32) - 1
+    positions = jnp.cumsum(jnp.ones_like(segment_ids, jnp.int32), axis=-1, dtype=jnp.int32) - 1
     is_first = jnp.diff(segment_ids, axis=-1, prepend=segment_ids[..., :1] - 1) != 0
-    return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=segment_ids.ndim - 1)
+    return positions - jax.lax.cummax(jnp.where(is_first, positions, 0), axis=segment_ids.ndim - 1)
 
 
 def attention_sizes(

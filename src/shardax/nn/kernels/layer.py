@@ -56,19 +56,32 @@ class KernelMap:
         """Returns the map of an equation as ``nn.Einsum`` takes it.
 
         Args:
-            equation: Such as ``"...d,dhk->...hk"``, without an ellipsis in the kernel.
-            shape: Shape of the kernel in one layer, if it is known.
+            equation: Such as ``"...d,dhk->...hk"``.
+            shape: Shape of the kernel in one layer, if it is known. For an ellipsis in the kernel
+                it has to be: that stands for the dimensions without a letter.
             is_table: Whether rows of the kernel are looked up.
 
         Raises:
             LayerConfigError: If it is no equation.
         """
-        return cls(_parsed(equation), shape, is_table)
+        return cls(_parsed(equation, len(shape) or None), shape, is_table)
 
     @property
     def ndim(self) -> int:
         """Number of dimensions of the kernel in one layer."""
         return len(self.equation.kernel)
+
+    def dimensions_of_stacks(
+        self, kernel: Param[Any] | QuantizedKernel
+    ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+        """Returns sizes and axis names of a kernel's dimensions before those in one layer."""
+        count = len(kernel.shape) - self.ndim
+        names = kernel.axes or (None,) * count
+        return kernel.shape[:count], names[:count]
+
+    def fits(self, kernel: Param[Any] | QuantizedKernel) -> bool:
+        """Whether the last dimensions of a kernel are those in one layer, if these are known."""
+        return not self.shape or kernel.shape[-len(self.shape) :] == self.shape
 
     @property
     def quantized_along(self) -> tuple[int, ...]:
@@ -128,8 +141,9 @@ class KernelLayer(Module):
     result is the product, plus what does not depend on the kernel: the low-rank term, by the map's
     equation, is added to the result. A layer that multiplies in another way overrides
     ``low_rank_term``; one of several kernels, or that computes further with the product, such as an
-    activation, ``call_with_terms``. A subclass with a
-    ``__call__`` of its own says ``kernel_maps`` again, or is not adapted.
+    activation, ``call_with_terms``. One with an ``attend`` beside its call, as ``nn.Embed`` has,
+    says by ``attend_with_terms(x, terms, out_sharding)`` what that adds. A subclass with a
+    ``__call__`` or ``attend`` of its own says ``kernel_maps`` again, or is not adapted.
 
     Attributes:
         dtype: Compute dtype of low-rank terms; None promotes the input and the term's kernels.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Cache, Init, Module
-from shardax.extend import explicit_entries, gathered, with_layout
+from shardax.extend import explicit_entries, explicit_sharding, gathered, with_layout
 from shardax.nn.arithmetic import as_array
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.attention.multi_head import positions_within
@@ -115,12 +115,14 @@ class RecurrentCache(Module):
         if segment_ids is not None or x.ndim != 3:
             reason = "an input without batch" if segment_ids is None else "segment ids"
             refuse_input(f"A cache of {name}", f"no call with {reason}", x, "Call it without.")
+
         shapes = {key: (len(x), *state.shape) for key, state in mixer.states().items()}
         if {key: variable.shape for key, variable in self.states.items()} != shapes:
             raise LayerInputError(
                 f"{name} takes a cache with states of the shapes {shapes}, but was given another. "
                 f"Make it with mixer.make_cache({len(x)}), one for each layer."
             )
+
         if jax.typeof(self.position.value).sharding.mesh.empty and explicit_entries(x) is not None:
             raise LayerInputError(
                 f"The RecurrentCache is on one device, but the input is {jax.typeof(x)} over "
@@ -150,6 +152,7 @@ class RecurrentCache(Module):
         for name, value in values.items():
             variable = self.states[name]
             variable.value = laid_out(value.astype(variable.dtype), variable.value)
+
         count: Any = real if real is None else jnp.sum(real, -1, keepdims=True, dtype=np.int32)
         position = self.position.value
         self.position.value = position + (laid_out(count, position) if real is not None else time)
@@ -174,10 +177,12 @@ class MixerInput(NamedTuple):
                 x,
                 "Reshape further batch dimensions into one, or use vmap.",
             )
+
         if cache is not None:
             cache.check(mixer, x, segment_ids)
         x = gathered(x if x.ndim == 3 else x[None], -2)
         batch, time = x.shape[:2]
+
         if mask is not None:
             shapes = ((batch, time), (batch, 1, 1, time), (1, 1, time))
             shape = f"of shape {shapes[0]}"
@@ -186,6 +191,7 @@ class MixerInput(NamedTuple):
             if mask.shape not in shapes:
                 refuse_input(name, f"a mask of booleans {shape}", mask, hint)
             mask = mask.reshape(batch, time)
+
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids)
             is_integer = jnp.issubdtype(segment_ids.dtype, np.integer)
@@ -195,8 +201,11 @@ class MixerInput(NamedTuple):
                     name, f"segment_ids, integers of shape {(batch, time)}", segment_ids, hint
                 )
             segment_ids = segment_ids.reshape(batch, time)
+
         if mask is None:
             return cls(x, None, segment_ids, None)
+
+        # Real tokens come first, in their order.
         order = jnp.argsort(~mask, axis=1, stable=True)
         segments = None if segment_ids is None else taken_rows(segment_ids, order)
         return cls(taken_rows(x, order), taken_rows(mask, order), segments, order)
@@ -312,12 +321,11 @@ class RecurrentMixer(Module):
         raise NotImplementedError
 
 
-def taken_rows(x: jax.Array, places: jax.Array) -> jax.Array:
+def taken_rows(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Takes positions of each row, (batch, time, ...) by (batch, count)."""
 
-    def take(x: jax.Array, places: jax.Array) -> jax.Array:
-        places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
-        return jnp.take_along_axis(x, places, axis=1)
+    def take(x: jax.Array, positions: jax.Array) -> jax.Array:
+        positions = positions.reshape(*positions.shape, *(1,) * (x.ndim - 2))
+        return jnp.take_along_axis(x, positions, axis=1)
 
-    is_explicit = explicit_entries(x) is not None
-    return with_layout(take, jax.typeof(x).sharding if is_explicit else None, x, places)
+    return with_layout(take, explicit_sharding(x), x, positions)

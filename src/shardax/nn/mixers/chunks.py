@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Module
-from shardax.extend import align, explicit_entries, with_layout
+from shardax.extend import align, explicit_entries, explicit_sharding, with_layout
 from shardax.nn.arithmetic import uses_tokamax
 from shardax.nn.parameters import make_parameter, ones
 
@@ -46,6 +47,7 @@ def scan_chunks(
     if count == 1:
         state, y = chunk(state, tuple(part[0] for part in parts))
         return y, state
+
     state, y = jax.lax.scan(chunk, state, parts)
     y = jnp.moveaxis(y, 0, 1).reshape(batch, count * length, *y.shape[3:])
     return y[:, :time], state
@@ -57,13 +59,15 @@ def decays_within(decay: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.A
     # and (batch, time, ...). Nothing passes a border.
     names = tuple(range(3, decay.ndim + 1))
     segment = jnp.cumsum(starts, axis=1, dtype=np.int32)
-    place = np.arange(decay.shape[1])
+    position = np.arange(decay.shape[1])
     allowed = segment[:, :, None] == segment[:, None]
-    allowed &= (place[:, None] >= place[None])[None]
+    allowed &= (position[:, None] >= position[None])[None]
+
     # Summed for each pair: differences of two long sums would lose what is small beside them.
-    later = np.expand_dims(place[:, None] > place[None], (0, *names))
+    later = np.expand_dims(position[:, None] > position[None], (0, *names))
     gap = jnp.cumsum(jnp.where(later, decay[:, :, None], 0), axis=1)
     between = jnp.exp(jnp.where(jax.lax.expand_dims(allowed, names), gap, -jnp.inf))
+
     # The state before the chunk reaches positions before its first border.
     is_reached = jax.lax.expand_dims(segment == 0, range(2, decay.ndim))
     return between, jnp.where(is_reached, jnp.exp(jnp.cumsum(decay, axis=1)), 0)
@@ -79,8 +83,8 @@ def as_auto(
         return function(x, *arrays)
     specs = (entries, tuple(None if axis is None else entries[axis] for axis in state_axes))
     mesh = jax.typeof(x).sharding.mesh
-    layouts = tuple(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in specs)
-    return jax.sharding.auto_axes(function, out_sharding=layouts)(x, *arrays)
+    layouts = tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+    return with_layout(function, layouts, x, *arrays)
 
 
 def of_heads(variable: Any, like: jax.Array, dtype: Any) -> jax.Array:
@@ -120,8 +124,8 @@ class GatedRMSNorm(Module):
             square = jnp.mean(jnp.square(grouped), -1, keepdims=True)
             return (grouped * jax.lax.rsqrt(square + self.epsilon)).reshape(x.shape)
 
-        sharding = None if explicit_entries(x) is None else jax.typeof(x).sharding
-        y = with_layout(normed, sharding, x)
+        y = with_layout(normed, explicit_sharding(x), x)
+
         scale = self.scale.value.astype(x.dtype)
         first = x.ndim - scale.ndim
         y = y * jax.lax.expand_dims(align(scale, y, range(first, x.ndim)), range(first))

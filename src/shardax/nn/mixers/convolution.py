@@ -76,11 +76,13 @@ class ShortConvolution(RecurrentMixer):
         embed, channel = as_axes(name, "axis names", axes, 2)
         self.features = as_size(name, "features", features)
         self.size = as_size(name, "size", size)
+
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": use_bias, "kernel_init": kernel_init}
         self.into = Linear(
             self.features, (3, self.features), kernel_axes=(embed, None, channel), **options
         )
+
         shape, names = (self.size, self.features), (None, channel)
         initializer = lecun_normal((0,), (), (1,))
         self.kernel = make_parameter(initializer, shape, param_dtype, names, rngs)
@@ -145,11 +147,13 @@ def causal_convolution(
     # x is (batch, time, *channels), the kernel (size, *channels), and the window what stands
     # before x, (batch, size - 1, *channels).
     kernel = kernel.astype(x.dtype)  # x is in the compute dtype
+
     size, time = kernel.shape[0], x.shape[1]
     if window is None:
         padded = jnp.pad(x, [(0, 0), (size - 1, 0)] + [(0, 0)] * (x.ndim - 2))
     else:
         padded = jnp.concatenate([laid_out(window.astype(x.dtype), x), x], axis=1)
+
     places, y = tokens.places, jnp.zeros_like(x)
     for index in range(size):
         weight = align(kernel[index], x, range(2, x.ndim))
@@ -158,5 +162,6 @@ def causal_convolution(
             is_same = places >= size - 1 - index
             term = jnp.where(jax.lax.expand_dims(is_same, range(2, x.ndim)), term, 0)
         y = y + term
+
     y = y if bias is None else add_bias(y, bias)
     return y, tokens.last(padded, size - 1)

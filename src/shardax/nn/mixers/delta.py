@@ -119,36 +119,45 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         name = type(self).__name__
         embed, head, within = as_axes(name, "axis names", axes, 3)
+
         self.features = as_size(name, "features", features)
         heads = self.num_heads = as_size(name, "num_heads", num_heads)
         self.head_dim = as_size(name, "head_dim", head_dim)
+
         count = heads if num_value_heads is None else num_value_heads
         self.num_value_heads = as_size(name, "num_value_heads", count)
         self.value_dim = as_size(name, "value_dim", head_dim if value_dim is None else value_dim)
         self.size, self.chunk = as_size(name, "size", size), as_size(name, "chunk", chunk)
+
         find_activation(activation, name)
         self.activation = activation
+
         fits = self.num_value_heads % heads == 0
         checks = Options(LayerConfigError, name)
         expected = f"a multiple of num_heads={heads}"
         checks.check("num_value_heads", num_value_heads, fits, expected)
+
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": False, "kernel_init": kernel_init}
+
         one = (heads, self.num_value_heads // heads)
         keys, values = (heads, self.head_dim), (*one, self.value_dim)
         key_names, value_names = (head, within), (head, None, within)
+
         self.query = Linear(self.features, keys, kernel_axes=(embed, *key_names), **options)
         self.key = Linear(self.features, keys, kernel_axes=(embed, *key_names), **options)
         self.value = Linear(self.features, values, kernel_axes=(embed, *value_names), **options)
         self.gate = Linear(self.features, values, kernel_axes=(embed, *value_names), **options)
         self.beta = Linear(self.features, one, kernel_axes=(embed, head, None), **options)
         self.step = Linear(self.features, one, kernel_axes=(embed, head, None), **options)
+
         channels = {
             "query": (keys, key_names),
             "key": (keys, key_names),
             "value": (values, value_names),
         }
         self.convolution = ChannelKernels(channels, self.size, False, param_dtype, rngs)
+
         numbers = (one, param_dtype, (head, None), rngs)
         self.step_bias = make_parameter(step_biases, *numbers)
         self.decay_log = make_parameter(logarithms, *numbers)
@@ -172,17 +181,21 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         activate = find_activation(self.activation, type(self).__name__)
         projected = {name: getattr(self, name)(tokens.x) for name in CONVOLVED}
+
         mixed, states = self.convolution(projected, tokens, cache)
         gate, beta, step = self.gate(tokens.x), self.beta(tokens.x), self.step(tokens.x)
-        kind = at_least_float32(gate.dtype)
-        query, key, value = (activate(mixed[name]).astype(kind) for name in CONVOLVED)
-        bias, decay = (of_heads(v, step, kind) for v in (self.step_bias, self.decay_log))
-        decay = -jax.nn.softplus(step.astype(kind) + bias) * jnp.exp(decay)
-        beta = jax.nn.sigmoid(beta.astype(kind))
+        wide = at_least_float32(gate.dtype)
+
+        query, key, value = (activate(mixed[name]).astype(wide) for name in CONVOLVED)
+        bias, decay = (of_heads(v, step, wide) for v in (self.step_bias, self.decay_log))
+        decay = -jax.nn.softplus(step.astype(wide) + bias) * jnp.exp(decay)
+        beta = jax.nn.sigmoid(beta.astype(wide))
+
         if tokens.real is not None:  # padding neither decays nor writes
             real = tokens.real[..., None, None]
             decay, beta = jnp.where(real, decay, 0), jnp.where(real, beta, 0)
-        state = None if cache is None else cache.read("state", kind)
+
+        state = None if cache is None else cache.read("state", wide)
         arrays = (value, _of_length_1(query) * self.head_dim**-0.5, _of_length_1(key), beta, decay)
         scan = functools.partial(gated_delta_rule, chunk=self.chunk)
         y, states["state"] = as_auto(scan, (0, 2, 3, None, 4), *arrays, state, tokens.starts)
@@ -215,15 +228,18 @@ def _chunk(state: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, j
     between, reaches = decays_within(decay, starts)
     left = between[:, -1, ..., None]  # of what each position writes, at the end
     between = jnp.moveaxis(between, (1, 2), (3, 4))  # (batch, heads, values, time, earlier time)
+
     # What a position writes depends on what those before it wrote: system @ written = value.
     overlap = jnp.einsum("bthk,bshk->bhts", key, key)[:, :, None] * between
     system = overlap * jnp.moveaxis(beta, 1, 3)[..., None]
     read = jnp.einsum("bthk,bhrkv->bthrv", key, state) * reaches[..., None]
     written = (value - read) * beta[..., None]
     written = jnp.einsum("bhrts,bshrv->bthrv", _inverse_of_lower(system), written)
+
     scores = jnp.einsum("bthk,bshk->bhts", query, key)[:, :, None] * between
     y = jnp.einsum("bhrts,bshrv->bthrv", scores, written)
     y += jnp.einsum("bthk,bhrkv->bthrv", query, state) * reaches[..., None]
+
     state = state * reaches[:, -1, ..., None, None]
     return state + jnp.einsum("bshk,bshrv->bhrkv", key, written * left), y
 

@@ -125,6 +125,7 @@ class StateSpaceMixer(RecurrentMixer):
     ) -> None:
         name = type(self).__name__
         embed, head, within = as_axes(name, "axis names", axes, 3)
+
         self.features = as_size(name, "features", features)
         heads = self.num_heads = as_size(name, "num_heads", num_heads)
         self.head_dim, self.size = (
@@ -133,25 +134,31 @@ class StateSpaceMixer(RecurrentMixer):
         )
         self.state_dim = as_size(name, "state_dim", state_dim)
         self.num_groups = as_size(name, "num_groups", num_groups)
+
         find_activation(activation, name)
         self.chunk, self.activation = as_size(name, "chunk", chunk), activation
         low, high = self.step_limits = (float(step_limits[0]), float(step_limits[1]))
+
         checks, divides = Options(LayerConfigError, name), heads % self.num_groups == 0
         checks.check("num_groups", num_groups, divides, f"groups that divide num_heads={heads}")
         checks.check("step_limits", step_limits, 0 <= low < high, "limits from 0 up")
+
         self.gate_norm, self.scales = gate_norm, tuple(map(float, scales))
         checks.check("gate_norm", gate_norm, gate_norm in GATE_NORMS, f"one of {GATE_NORMS}")
         fits = len(self.scales) == len(PROJECTED)
         checks.check("scales", scales, fits, f"scales of {', '.join(PROJECTED)}")
+
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": use_bias, "kernel_init": kernel_init}
         wide, names = (heads, self.head_dim), (head, within)
         grouped = (self.num_groups, self.state_dim)
+
         self.gate = Linear(self.features, wide, kernel_axes=(embed, *names), **options)
         self.value = Linear(self.features, wide, kernel_axes=(embed, *names), **options)
         self.write = Linear(self.features, grouped, kernel_axes=(embed, None, None), **options)
         self.read = Linear(self.features, grouped, kernel_axes=(embed, None, None), **options)
         self.step = Linear(self.features, heads, kernel_axes=(embed, head), **options)
+
         self.convolution = ChannelKernels(
             {
                 "value": (wide, names),
@@ -163,14 +170,17 @@ class StateSpaceMixer(RecurrentMixer):
             param_dtype,
             rngs,
         )
+
         vector = ((heads,), param_dtype, (head,), rngs)
         self.step_bias = make_parameter(step_biases, *vector)
         self.decay_log = make_parameter(logarithms, *vector)
         self.skip = make_parameter(ones, *vector)
+
         norm_options = {"groups": self.num_groups, "gate_first": gate_norm == "behind"}
         self.norm = None
         if gate_norm is not None:
             self.norm = GatedRMSNorm(wide, names, norm_epsilon, param_dtype, **norm_options)
+
         options["use_bias"] = use_bias if out_bias is None else out_bias
         self.out = Linear(wide, self.features, kernel_axes=(*names, embed), **options)
 
@@ -192,21 +202,26 @@ class StateSpaceMixer(RecurrentMixer):
         activate = find_activation(self.activation, type(self).__name__)
         projected = {name: self._project(name, tokens.x) for name in CONVOLVED}
         mixed, states = self.convolution(projected, tokens, cache)
+
         gate, step = self._project("gate", tokens.x), self._project("step", tokens.x)
-        kind = at_least_float32(gate.dtype)
-        value, write, read = (activate(mixed[name]).astype(kind) for name in CONVOLVED)
+        wide = at_least_float32(gate.dtype)
+
+        value, write, read = (activate(mixed[name]).astype(wide) for name in CONVOLVED)
         bias, decay, skip = (
-            of_heads(v, step, kind) for v in (self.step_bias, self.decay_log, self.skip)
+            of_heads(v, step, wide) for v in (self.step_bias, self.decay_log, self.skip)
         )
-        step = jnp.clip(jax.nn.softplus(step.astype(kind) + bias), *self.step_limits)
+        step = jnp.clip(jax.nn.softplus(step.astype(wide) + bias), *self.step_limits)
+
         if tokens.real is not None:  # padding neither decays nor writes
             step = jnp.where(tokens.real[..., None], step, 0)
-        state = None if cache is None else cache.read("state", kind)
+
+        state = None if cache is None else cache.read("state", wide)
         arrays = (value, step, -step * jnp.exp(decay), write, read)
         scan = functools.partial(selective_scan, chunk=self.chunk)
         y, states["state"] = as_auto(scan, (0, 2, 3, None), *arrays, state, tokens.starts)
+
         y = y + value * skip[..., None]
-        y = y * jax.nn.silu(gate.astype(kind)) if self.norm is None else self.norm(y, gate)
+        y = y * jax.nn.silu(gate.astype(wide)) if self.norm is None else self.norm(y, gate)
         return self.out(y.astype(gate.dtype)), states
 
     def _project(self, name: str, x: jax.Array) -> jax.Array:
@@ -240,10 +255,13 @@ def _chunk(state: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, j
     value, decay, write, read, starts = parts
     repeats = value.shape[2] // write.shape[2]
     between, reaches = decays_within(decay, starts)
+
     scores = jnp.einsum("btgn,bsgn->btsg", read, write)
     scores = jnp.repeat(scores, repeats, axis=-1) * between
     y = jnp.einsum("btsh,bshp->bthp", scores, value)
+
     write, read = (jnp.repeat(x, repeats, axis=2) for x in (write, read))
     y += jnp.einsum("bthn,bhpn->bthp", read, state) * reaches[..., None]
+
     state = state * reaches[:, -1, :, None, None]
     return state + jnp.einsum("bshp,bshn->bhpn", value * between[:, -1, ..., None], write), y

@@ -28,7 +28,6 @@ from shardax import (
     split,
     value_and_grad,
 )
-from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_over
 from shardax._parallel.microbatches import indivisible
 from shardax.errors import PartitionError
 from shardax.extend import (
@@ -45,6 +44,7 @@ from shardax.extend import (
 )
 from shardax.nn.arithmetic import at_least_float32
 from shardax.train.accumulation import accumulate, split_batch
+from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
 from shardax.train.metrics import target_weights, weighted
 from shardax.train.optimizer import laid_out_as
 from shardax.train.step_numbers import count_targets

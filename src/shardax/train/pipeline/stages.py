@@ -37,7 +37,6 @@ from shardax import (
     shardings,
 )
 from shardax._parallel.microbatches import indivisible
-from shardax._parallel.schedules import Operation, Schedule
 from shardax.errors import PartitionError
 from shardax.extend import (
     Path,
@@ -53,6 +52,7 @@ from shardax.nn.mlp import Sequential
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
+from shardax.train.pipeline.schedules import Operation, Schedule
 
 
 class PipelineStep:

@@ -133,13 +133,16 @@ class Schedule:
         expected = f"{', '.join(map(repr, makers))}, or a Schedule of your own"
         _OPTIONS.check("schedule", name, name in makers, expected)
         _OPTIONS.integers(stages=stages, microbatches=microbatches, chunks=chunks)
+
         if chunks % stages:
             raise PartitionError(
                 f"{chunks} parts of a model cannot be divided over {stages} stages. Make a "
                 f"multiple of {stages} parts, or a mesh with as many stages as parts."
             )
+
         if name in ("gpipe", "interleaved"):
             return makers[name](stages, microbatches, chunks)
+
         if chunks != stages:
             raise PartitionError(
                 f"The schedule {name!r} has one part of the model a stage, but there are {chunks} "
@@ -238,6 +241,7 @@ class Schedule:
                 f"multiples of {stages} stages. Use microbatches={-(-microbatches // stages)} * "
                 f'{stages}, or schedule="gpipe".'
             )
+
         rounds = chunks // stages
         count = microbatches * rounds
         rows: list[tuple[Operation, ...]] = []
@@ -245,12 +249,13 @@ class Schedule:
 
             def at(number: int, kind: str, stage: int = stage) -> Operation:
                 group, inside = divmod(number, chunks)
-                turn, place = divmod(inside, stages)
+                turn, member = divmod(inside, stages)
                 turn = turn if kind == "forward" else rounds - 1 - turn
-                return Operation(kind, group * stages + place, turn * stages + stage)
+                return Operation(kind, group * stages + member, turn * stages + stage)
 
             forward = [at(number, "forward") for number in range(count)]
             backward = [at(number, "backward") for number in range(count)]
+
             ahead = 2 * (stages - 1 - stage) + (rounds - 1) * stages
             if rounds == 1:
                 ahead = stages - 1 - stage
@@ -288,12 +293,14 @@ class Schedule:
                 for kind in ("forward", "input", "weight")
             )
             row = list(_in_turn(forward, inputs, min(stages - 1 - stage, microbatches)))
+
             # Weights follow once so many inputs are done that all stages hold equally many.
             waiting, placed = iter(weights), list[Operation]()
             for operation in row:
                 placed.append(operation)
                 if operation.kind == "input" and operation.microbatch >= stage:
                     placed.append(next(waiting))
+
             rows.append((*placed, *waiting))
         return cls("zero-bubble", tuple(rows))
 
@@ -318,24 +325,27 @@ class Schedule:
         durations = {**_TIMES, **(times or {})}
         rounds = self.chunks // self.stages
         ends: dict[Operation, float] = {}
-        free, places = [0.0] * self.stages, [0] * self.stages
         timed: list[Timed] = []
+
+        # When each stage is free, and the position of its next operation in its row.
+        free, positions = [0.0] * self.stages, [0] * self.stages
         while moved := [
             stage
-            for stage, place in enumerate(places)
-            if place < len(self.table[stage])
-            and all(n in ends for n in _needs(self.table[stage][place], self.chunks - 1))
+            for stage, position in enumerate(positions)
+            if position < len(self.table[stage])
+            and all(n in ends for n in _needs(self.table[stage][position], self.chunks - 1))
         ]:
             for stage in moved:
-                operation = self.table[stage][places[stage]]
+                operation = self.table[stage][positions[stage]]
                 needed = (ends[need] for need in _needs(operation, self.chunks - 1))
                 start = max((free[stage], *needed))
                 end = start + durations[operation.kind] / rounds
                 ends[operation] = free[stage] = end
-                places[stage] += 1
+                positions[stage] += 1
                 timed.append(Timed(operation, stage, start, end))
+
         if len(timed) < sum(map(len, self.table)):
-            raise PartitionError(self._deadlock(places, ends))
+            raise PartitionError(self._deadlock(positions, ends))
         return sorted(timed, key=lambda span: (span.start, span.end, span.stage))
 
     def bubble_share(self, times: Mapping[str, float] | None = None) -> float:
@@ -480,10 +490,12 @@ class Schedule:
     def _check(self) -> None:
         if not self.table or not all(self.table):
             raise PartitionError(f"The schedule {self.name!r} has no stages, or one without work.")
+
         for stage, row in enumerate(self.table):
             for op in row:
                 if fault := self._fault(op, stage):
                     raise PartitionError(f"In the schedule {self.name!r}, {tuple(op)} {fault}.")
+
         backward = ("input", "weight") if self.splits_backward else ("backward",)
         expected = {
             Operation(kind, m, chunk)
@@ -491,6 +503,7 @@ class Schedule:
             for m in range(self.microbatches)
             for chunk in range(self.chunks)
         }
+
         counts = Counter(operation for row in self.table for operation in row)
         missing, added = expected - counts.keys(), counts.keys() - expected
         twice = {operation for operation, times in counts.items() if times > 1}
@@ -502,11 +515,11 @@ class Schedule:
                     "forward and once backward (or: input, weight) through each chunk."
                 )
 
-    def _deadlock(self, places: Sequence[int], ends: Mapping[Operation, float]) -> str:
+    def _deadlock(self, positions: Sequence[int], ends: Mapping[Operation, float]) -> str:
         lines: list[str] = []
-        for stage, place in enumerate(places):
-            if place < len(self.table[stage]):
-                operation = self.table[stage][place]
+        for stage, position in enumerate(positions):
+            if position < len(self.table[stage]):
+                operation = self.table[stage][position]
                 waits = [n for n in _needs(operation, self.chunks - 1) if n not in ends]
                 needs = ", ".join(str(tuple(need)) for need in waits)
                 lines.append(f"  stage {stage}: {tuple(operation)} waits for {needs}")

@@ -24,18 +24,11 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax import State, Variable
+from shardax._parallel import manual_axes
 from shardax.errors import PartitionError
-from shardax.extend import (
-    AnyMesh,
-    Path,
-    ResolvedRules,
-    format_path,
-    mesh_axes_of,
-    mesh_text,
-    raise_if_any,
-    varying_axes,
-)
+from shardax.extend import AnyMesh, Path, ResolvedRules, format_path, mesh_axes_of, raise_if_any
 from shardax.partition import resolve_mesh
+from shardax.train.gradients import errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +43,19 @@ class Region:
     def find(cls, over: tuple[str, ...]) -> Region:
         mesh = resolve_mesh()
         if mesh is None:
-            raise PartitionError(
-                f"over={over} names axes of a mesh, but none is in scope. Put one in scope: "
-                "with jax.set_mesh(mesh): ..."
-            )
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        free = [axis for axis, kind in kinds.items() if kind is not AxisType.Manual]
+            raise errors.no_mesh_of_axes(over)
+
+        types = manual_axes.axis_types(mesh)
+        free = [axis for axis, kind in types.items() if kind is not AxisType.Manual]
         wrong = [axis for axis in over if axis not in free]
         if wrong:
-            raise PartitionError(
-                f"over={over}: {wrong[0]!r} is no axis of the mesh ({mesh_text(mesh.shape)}) that "
-                f"rows can be split over here; these are {', '.join(free) or 'none'}."
-            )
+            raise errors.no_data_axis(over, wrong[0], mesh, free)
         return cls(mesh, over, tuple(axis for axis in free if axis not in over))
 
     @property
     def shard_map_mesh(self) -> Any:
         """Mesh for ``jax.shard_map``; None if there is one in scope."""
-        return self.mesh if jax.sharding.get_abstract_mesh().empty else None
+        return manual_axes.mesh_of_region(self.mesh)
 
     @property
     def count(self) -> int:
@@ -75,24 +63,13 @@ class Region:
 
     def varying(self, tree: object) -> Any:
         """Marks equal values of devices as possibly different."""
-
-        def mark(x: object):
-            missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
-            return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-        return jax.tree.map(mark, tree)
+        return jax.tree.map(lambda x: manual_axes.vary(x, self.over), tree)
 
     def with_auto_axes(
         self, function: Callable[..., object], outputs: object
     ) -> Callable[..., Any]:
         """Runs a function with Explicit axes as Auto, its results typed."""
-        # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have
-        # it.
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-        if not explicit:
-            return function
-        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=outputs)
+        return manual_axes.with_auto_axes(function, self.mesh, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,42 +92,39 @@ class GradientPlan:
 
 def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> GradientPlan:
     """Plans the gradient of a parameter."""
-    value, where = variable.value, format_path(path)
+    value = variable.value
     if not isinstance(value, jax.Array):
-        raise PartitionError(
-            f"The parameter at {where} is of type {type(value).__name__}, not one array. Leave it "
-            "out by wrt=, or use sx.value_and_grad."
-        )
-    shape, axes = value.shape, variable.axes
+        raise errors.parameter_not_an_array(path, value)
+    shape = value.shape
+
+    # The parameter itself is laid out by its type over Explicit axes, else by the rules.
     rules = ResolvedRules(region.mesh)
-    spec, _ = rules.spec(axes, shape, path)
+    spec, _ = rules.spec(variable.axes, shape, path)
     typed = jax.typeof(value).sharding.spec
     entering = _by_dimension(typed if any(typed) else spec, len(shape))
-    split_here = [a for axes in entering for a in axes if a in region.over]
+    split_here = [axis for axes in entering for axis in axes if axis in region.over]
     if split_here:
-        raise PartitionError(
-            f"The parameter at {where} is split over {split_here[0]!r}, but data-parallel devices "
-            f"hold parameters whole along over={region.over}. Leave that axis to the compiler: "
-            "name only the other data axes in over=, or use sx.value_and_grad, which gathers "
-            "parameters as they are needed. To split gradients and the optimizer's state alone "
-            "use layout= and overrides={sx.OptState: ...}."
-        )
+        raise errors.parameter_split_over_data(path, split_here[0], region.over)
     unsummed_axes = [tuple(axis for axis in axes if axis in region.other_axes) for axes in entering]
+
+    # The gradient is laid out as ``layout`` says, else as the parameter.
     target = layout.flat().get(path) if isinstance(layout, State) else layout
     if target is None:
         final, problems = PartitionSpec(*(axes or None for axes in unsummed_axes)), []
     elif isinstance(layout, State):
-        final, problems = rules.given_spec(target, shape, f"layout at {where}", path)
+        final, problems = rules.given_spec(target, shape, f"layout at {format_path(path)}", path)
     else:
-        final, problems = rules.override(target).spec(axes, shape, path)
-    errors = [str(problem) for problem in problems if problem.severity == "error"]
-    head = "Gradients cannot be laid out so:\n  "
-    raise_if_any(PartitionError, errors, head, separator="\n  ")
-    leaving = tuple(
-        tuple(axis for axis in axes if axis in region.over)
-        for axes in _by_dimension(final, len(shape))
+        final, problems = rules.override(target).spec(variable.axes, shape, path)
+    raise_if_any(
+        PartitionError,
+        [str(problem) for problem in problems if problem.severity == "error"],
+        "Gradients cannot be laid out so:\n  ",
+        separator="\n  ",
     )
-    return GradientPlan(tuple(unsummed_axes), leaving, final)
+
+    by_dimension = _by_dimension(final, len(shape))
+    leaving = [tuple(axis for axis in axes if axis in region.over) for axes in by_dimension]
+    return GradientPlan(tuple(unsummed_axes), tuple(leaving), final)
 
 
 def _by_dimension(spec, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -171,40 +145,56 @@ def sum_over(
     scale: Any = None,
     done: tuple[str, ...] = (),
 ) -> jax.Array:
-    """The sum over mesh axes of one array of each device."""
+    """Returns the sum over mesh axes of one array of each device.
+
+    Args:
+        x: The array.
+        plan: How it is laid out.
+        over: The mesh axes, the slowest link first.
+        wire: Dtype of what travels.
+        sizes: Sizes of mesh axes.
+        scale: Factor of the sum, applied where each device has its part; None for 1.
+        done: Axes that it is summed over, and split along, already.
+    """
     # Dimensions in parts, one for each axis along which the result stays split, the first axis
     # outermost.
     shape: list[int] = []
-    place: dict[str, int] = {}
+    dimension_of: dict[str, int] = {}
     for size, axes in zip(x.shape, plan.leaving, strict=True):
         counts = [1 if axis in done else sizes[axis] for axis in axes]
         if not set(axes) & set(over):
             counts = [1] * len(axes)
-        place |= {axis: len(shape) + i for i, axis in enumerate(axes)}
+        dimension_of |= {axis: len(shape) + i for i, axis in enumerate(axes)}
         shape += [*counts, size // math.prod(counts)]
     dtype = x.dtype
     x = x.reshape(shape)
-    gathers = []
+
+    # From the last axis to the first. Where the result is not to stay split, any dimension that
+    # can be divided is scattered, and gathered again below.
+    gathers: list[tuple[str, int]] = []
     for number, axis in enumerate(reversed(over)):
         count, is_first = sizes[axis], number == len(over) - 1
         if count == 1:
             continue
-        if axis in place:
-            x = _scattered(x, axis, place[axis], count, wire)
+        if axis in dimension_of:
+            x = _scattered(x, axis, dimension_of[axis], count, wire)
             continue
-        free = [d for d in range(x.ndim) if x.shape[d] % count == 0 and d not in place.values()]
+
+        taken = dimension_of.values()
+        free = [d for d in range(x.ndim) if x.shape[d] % count == 0 and d not in taken]
         if not free or (is_first and wire.itemsize >= 4):
             x = jax.lax.psum(x, axis)
             continue
         x = _scattered(x, axis, free[0], count, wire)
         gathers.append((axis, free[0]))
+
     if scale is not None:
         x = x * scale.astype(x.dtype)
     for axis, dimension in reversed(gathers):
         x = _gathered(x, axis, dimension, wire)
-    parts, final = iter(x.shape), []
-    for axes in plan.leaving:
-        final.append(math.prod(next(parts) for _ in range(len(axes) + 1)))
+
+    parts = iter(x.shape)
+    final = [math.prod(next(parts) for _ in range(len(axes) + 1)) for axes in plan.leaving]
     return x.reshape(final).astype(dtype)
 
 
