@@ -62,8 +62,8 @@ def host_function(
 
     The function must depend on its arguments only. It may run any number of times, in any order and
     on any thread; not at all where its result is not used, once per device where arrays are
-    sharded. It must not use JAX. A program with a host function is never kept in JAX's compilation
-    cache on disk, and cannot be exported.
+    sharded. It must not use JAX. A program with a host function cannot be exported; JAX's
+    compilation cache on disk keeps it from JAX 0.12 on.
 
     Args:
         function: A function, method, partial or callable Module. Left out: returns a decorator.
