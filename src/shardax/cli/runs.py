@@ -40,7 +40,7 @@ from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.files import read_json
 from shardax.models.generating.checks import max_positions_of
-from shardax.models.weights import TOKENIZER_FILES, find_directory
+from shardax.models.weights.hub import TOKENIZER_FILES, find_directory
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.run_folder import differences, settings_of
 from shardax.view.display import html_fragment

@@ -40,6 +40,6 @@ from shardax.models.losses import cross_entropy as cross_entropy
 from shardax.models.losses import next_token_loss as next_token_loss
 from shardax.models.tokenizer import load_tokenizer as load_tokenizer
 from shardax.models.transformer import Transformer as Transformer
-from shardax.models.weights import from_pretrained as from_pretrained
-from shardax.models.weights import save_pretrained as save_pretrained
+from shardax.models.weights.load import from_pretrained as from_pretrained
+from shardax.models.weights.save import save_pretrained as save_pretrained
 from shardax.nn.rope import Rope as Rope

@@ -98,21 +98,26 @@ def quantize_as_stored(
     entries: Sequence[Entry], files: TensorFiles, modules: Mapping[Path, Any]
 ) -> None:
     """Puts quantized kernels in the places of those stored so."""
+    # The rows and columns of a scale by path, and the parameters of each tensor.
     blocks = {entry.path: _stored_block(entry, files, modules) for entry in entries}
     shared: dict[str, list[Entry]] = {}
     for entry in entries:
         for name in entry.names():
             shared.setdefault(name, []).append(entry)
+
+    # Parameters of one tensor are all quantized, or none.
     waiting = [entry for entry in entries if blocks[entry.path] is None]
-    while waiting:  # parameters of one tensor are all quantized, or none
+    while waiting:
         for name in waiting.pop().names():
             tensor_blocks = [blocks[other.path] for other in shared[name]]
             if None in tensor_blocks:
                 waiting += [other for other in shared[name] if blocks[other.path] is not None]
                 blocks.update(dict.fromkeys((other.path for other in shared[name]), None))
+
     for name, members in shared.items():
         if len({blocks[entry.path] for entry in members}) > 1:
             raise PretrainedError(f"{name} has scales for blocks that its parameters cut apart.")
+
     for entry in entries:
         block = blocks[entry.path]
         if block is not None:
@@ -132,12 +137,14 @@ def _stored_block(
     first = kernels[0]
     if not known or first is None or not first.scheme.is_symmetric or len(axes) != 2:
         return None
+
     stored = {
         None if k is None else (k.scheme, k.shape, k.scale.get_dtype(), k.weight.get_dtype())
         for k in kernels
     }
     if len(stored) > 1:
         return None  # layers or experts in one parameter, of several forms
+
     rows, columns = first.scheme.block(first.shape)
     rows = 1 if first.scheme.rows is None else rows  # a scale of all is one of each
     if isinstance(layer, Embed) and rows != 1:
@@ -150,6 +157,8 @@ def _fitting(entry: Entry, axis: int, block: int) -> int:
     names = entry.tensor.tensor_axes[axis]
     if not _is_plain(names):
         return 1
+
+    # From the innermost part outwards, while a block covers whole parts.
     fitting = 1
     for part in reversed(names.parts):
         size = entry.sizes[str(part)]
@@ -179,10 +188,11 @@ def _counts(entry: Entry, block: Sequence[int]) -> dict[str, int]:
 
 def _placeholder(entry: Entry, block: Sequence[int], files: TensorFiles) -> QuantizedKernel:
     """Returns a quantized kernel with values yet to read."""
-    name = entry.names()[0]
     counts = _counts(entry, block)
     shape = tuple(counts[axis] for axis in entry.tensor.parameter_axes)
     shape = (entry.variable.shape[0], *shape) if entry.stacked else shape
+
+    name = entry.names()[0]
     number_dtype = RANGES[files.quantized[name].scheme.format].dtype
     numbers = jax.ShapeDtypeStruct(entry.variable.shape, number_dtype)
     scale = jax.ShapeDtypeStruct(shape, READ_DTYPES[files.dtype(name + SCALE_END)])
@@ -207,8 +217,12 @@ class WrittenLayout(NamedTuple):
             return {f"{name}_packed": packed(array, scheme.bits), f"{name}_shape": shape}
         if scheme is not None or weight not in self.schemes or self.schemes[weight].rows == 1:
             return {name: array}
+
+        # Scales of parameters are repeated so that each part of an axis has its own. A file has one
+        # for each block: the first of each, if the others are the same.
         scheme, shape = self.schemes[weight], self.shapes[weight]
-        firsts, repeats = [], []
+        firsts: list[np.ndarray] = []
+        repeats: list[np.ndarray] = []
         for size, count, block in zip(shape, array.shape, scheme.block(shape), strict=True):
             places = np.arange(size) // block
             firsts.append(np.arange(0, size, block) * count // size)
@@ -232,9 +246,12 @@ def layout_of(
     linear_names: Sequence[str],
 ) -> WrittenLayout:
     """Returns the layout of a model's kernels, or raises by path."""
-    problems, schemes = list[str](), dict[str, Scheme]()
+    problems: list[str] = []
+    schemes: dict[str, Scheme] = {}
     blocks = (packing or {}).get("weight_block_size") or None
     scales = {e.path[:-1]: e for places in by_name.values() for e, *_ in places if e.is_scale}
+
+    # Each kernel alone.
     for name, places in by_name.items():
         for entry, *_ in places:
             if not isinstance(entry.variable, Quantized) or entry.is_scale:
@@ -244,18 +261,23 @@ def layout_of(
                 scheme = f"is a part of {name}, of which others are quantized in another way"
             if isinstance(scheme, str):
                 problems.append(f"{format_path(entry.path[:-1])} {scheme}")
+
+    # All together: files have one way for blocks, and one for experts.
     is_blocked = any(scheme.rows != 1 for scheme in schemes.values())
     if is_blocked and len({*schemes.values()}) > 1:
         other = next(name for name, scheme in schemes.items() if scheme.rows == 1)
         problems.append(f"{other} has no scales for blocks of {blocks}, as others have")
+
     of_experts = {scheme: name for name, scheme in schemes.items() if _EXPERTS in name}
     if len(of_experts) > 1:
         listed = ", ".join(f"{name} in {scheme.format}" for scheme, name in of_experts.items())
         problems.append(f"experts are quantized in several ways, where files have one: {listed}")
+
     if problems:
         raise refusal(list(dict.fromkeys(problems)), _QUANTIZE_LESS)
     if not schemes:
         return WrittenLayout()
+
     plain = [name for name in linear_names if f"{name}.weight" not in schemes]
     config = _compressed_config(schemes, plain)
     if is_blocked:
@@ -281,15 +303,20 @@ def _written_scheme(entry: Entry, of_scales: Entry, blocks: Sequence[int] | None
         return "is of a router, which transformers reads as numbers"
     if not entry.tensor.name.endswith(".weight") or len(axes) != 2:
         return f"is the tensor {entry.tensor.name}, which is no weight of outputs by inputs"
+
     if number_format == "fp8" and blocks is not None:
         sizes = [_fitting(entry, axis, block) for axis, block in enumerate(blocks)]
         if of_scales.sizes == _counts(entry, sizes):
             return Scheme("fp8", blocks[0], blocks[1])
-    counts, group, is_open = of_scales.sizes, 1, True
+
+    counts = of_scales.sizes
     if any(counts[str(p)] != entry.sizes[str(p)] for p in _names(axes[0])) or not _is_plain(
         axes[1]
     ):
         return "has no scale for each output of its tensor"
+
+    # How many inputs share a scale: whole parts from the innermost outwards, then a piece of one.
+    group, is_open = 1, True
     for part in reversed(_names(axes[1])):
         size, count = entry.sizes[part], counts[part]
         if not is_open and count != size:
@@ -304,6 +331,7 @@ _EXPERTS = ".experts."
 
 
 def _names(axis: Axis) -> list[str]:
+    """Returns the axes of a parameter that make up an axis of its tensor."""
     return [part for part in axis.parts if isinstance(part, str)]
 
 
@@ -319,6 +347,7 @@ def _compressed_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> d
     members: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         members.setdefault(scheme, []).append(name.removesuffix(".weight"))
+
     groups: dict[str, Any] = {}
     for number, (scheme, names) in enumerate(members.items()):
         weights = {
@@ -336,6 +365,7 @@ def _compressed_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> d
             "output_activations": None,
             "format": "pack-quantized" if scheme.is_packed else "float-quantized",
         }
+
     formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": COMPRESSED,

@@ -54,6 +54,7 @@ class TensorFiles(contextlib.ExitStack):
         super().__init__()
         with needs_package("Reading weights", "shardax[hub]"):
             from safetensors import SafetensorError, safe_open
+
         self.offsets: dict[Any, tuple[int, int]] = {}
         by_name = _file_names(folder, content.get("architectures"))
         opened: dict[str, Any] = {}
@@ -65,6 +66,8 @@ class TensorFiles(contextlib.ExitStack):
                 raise PretrainedError(
                     f"{folder / title} is damaged: {error}. Download or save it again."
                 ) from error
+
+        # Each tensor by the name of today, in the file that the index says.
         self.names: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
         # Tensors that safetensors.torch.save_model left out, by the names of those it kept.
@@ -77,8 +80,11 @@ class TensorFiles(contextlib.ExitStack):
                 if name not in self.names or by_name.get(stored) == title:
                     self.names[name], self._stored_names[name] = file, stored
         self.kept_as = {name: kept for name, kept in self.kept_as.items() if kept in self.names}
+
         self._paths = {id(file): folder / title for title, file in opened.items()}
         self._places: dict[Path, dict[str, int]] = {}
+
+        # What is stored in another form than numbers.
         self.packed: dict[str, PackedSlice | NumbersSlice] = {}
         self.quantized: dict[str, StoredKernel] = {}
         if is_packed(content):
@@ -103,6 +109,7 @@ class TensorFiles(contextlib.ExitStack):
             weight = name.removesuffix("_packed")
             if not weight.endswith(".weight") or weight in self.quantized:
                 continue
+
             scales = (weight + end for end in SCALE_ENDS[layout.method])
             scale = next((text for text in scales if text in self.names), None)
             is_number = self.dtype(name) in DTYPES
@@ -113,6 +120,7 @@ class TensorFiles(contextlib.ExitStack):
                         f"or save the model again."
                     )
                 continue
+
             parts = {"weight": name, "scale": scale}
             if layout.method == COMPRESSED:
                 parts |= {"zero": f"{weight}_zero_point", "shape": f"{weight}_shape"}
@@ -122,6 +130,7 @@ class TensorFiles(contextlib.ExitStack):
             self.quantized[weight] = StoredKernel(weight, scheme, slices)
             for text in parts.values():
                 del self.names[text]
+
         for weight, kernel in self.quantized.items():
             self.names[weight], self.packed[weight] = None, NumbersSlice(kernel)
 
@@ -152,6 +161,7 @@ class TensorFiles(contextlib.ExitStack):
         part = self.names[name].get_slice(stored)
         if part.get_dtype() not in _BYTES:
             return part
+
         path = self._paths[id(self.names[name])]
         if path not in self._places:
             self._places[path] = _places_in(path)
@@ -164,12 +174,14 @@ class TensorFiles(contextlib.ExitStack):
         source = self.slice(name)
         if all(part.step is None for part in index):
             return source[tuple(index)]
+
         # safetensors takes no steps, so what is between them is read too: a row at a time.
         rows, *others = index
         steps = tuple(slice(None, None, part.step) for part in others)
         spans = tuple(slice(part.start, part.stop) for part in others)
         places = range(rows.start, rows.stop, rows.step or 1)
         sizes = [len(range(part.start, part.stop, part.step or 1)) for part in others]
+
         result = np.empty([len(places), *sizes], READ_DTYPES[self.dtype(name)])
         for at, place in enumerate(places):
             result[at] = source[(slice(place, place + 1), *spans)][(0, *steps)]
@@ -255,21 +267,14 @@ def _file_names(folder: Path, architectures: object) -> dict[str, str]:
     index = folder / INDEX
     if not index.is_file():
         if not (folder / SINGLE).is_file():
-            suffixes = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
-            hint = f", but {', '.join(suffixes)}, which is not read" if suffixes else ""
-            names = architectures if isinstance(architectures, list) else []
-            # AutoModel would leave the head out.
-            known = len(names) == 1 and isinstance(names[0], str) and names[0].isidentifier()
-            title = names[0] if known else "AutoModel"
-            raise PretrainedError(
-                f"{folder} has neither {SINGLE} nor {INDEX}{hint}. Save the model anew: "
-                f"transformers.{title}.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
-            )
+            raise _no_tensors(folder, architectures)
         _check_inside(folder, SINGLE)
         return {SINGLE: SINGLE}
+
     by_name = read_json(index).get("weight_map")
     if not isinstance(by_name, dict) or not all(isinstance(x, str) for x in by_name.values()):
         raise PretrainedError(f"{index} has no weight_map, a table of tensors and file names.")
+
     titles = sorted({*by_name.values()})
     for title in titles:
         _check_inside(folder, title)
@@ -279,22 +284,39 @@ def _file_names(folder: Path, architectures: object) -> dict[str, str]:
     return by_name
 
 
+def _no_tensors(folder: Path, architectures: object) -> PretrainedError:
+    """Returns the error of a folder without safetensors, with the call that makes them."""
+    suffixes = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
+    hint = f", but {', '.join(suffixes)}, which is not read" if suffixes else ""
+
+    # AutoModel would leave the head out.
+    names = architectures if isinstance(architectures, list) else []
+    is_known = len(names) == 1 and isinstance(names[0], str) and names[0].isidentifier()
+    title = names[0] if is_known else "AutoModel"
+    return PretrainedError(
+        f"{folder} has neither {SINGLE} nor {INDEX}{hint}. Save the model anew: "
+        f"transformers.{title}.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
+    )
+
+
 # Files that hold weights in formats that are not read.
 _OTHER_FORMATS = frozenset([".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"])
 
 
 def _check_inside(folder: Path, title: str) -> None:
     """Raises if a file of tensors leads out of its folder."""
-    home = folder.resolve()
-    target = (folder / title).resolve()
-    # In the cache of a hub the files of a snapshot are links to blobs beside it.
-    snapshots = next((path for path in home.parents if path.name == "snapshots"), None)
-    homes = [home] if snapshots is None else [home, snapshots.parent.resolve() / "blobs"]
     if Path(title).is_absolute() or ".." in Path(title).parts:
         raise PretrainedError(
             f"{folder} names {brief(title)} as a file of tensors, which is not in the folder. "
             f"Download the model again, from those who made it."
         )
+
+    # In the cache of a hub the files of a snapshot are links to blobs beside it.
+    home = folder.resolve()
+    snapshots = next((path for path in home.parents if path.name == "snapshots"), None)
+    homes = [home] if snapshots is None else [home, snapshots.parent.resolve() / "blobs"]
+
+    target = (folder / title).resolve()
     if not any(target.is_relative_to(place) for place in homes):
         raise PretrainedError(
             f"{folder / title} is a link to {target}, out of the folder. If it is meant, copy it: "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardax.extend import needs_package
 from shardax.models.files import check_no_pointer, read_json
 from shardax.models.kinds import PretrainedError, brief
-from shardax.models.weights import TOKENIZER_FILES, find_directory
+from shardax.models.weights.hub import TOKENIZER_FILES, find_directory
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -69,12 +69,14 @@ class StoredLayout(NamedTuple):
         if self.method != COMPRESSED:
             (scheme,) = self.by_target.values()
             return scheme
+
         classes = ("Embedding" if is_embedding else "Linear", "Module")
         if any(_matches(module, text) or text in classes for text in self.ignored):
             raise PretrainedError(
                 f"{name} is quantized in the files, but {PACKING} names it in ignore. Download or "
                 f"save the model again."
             )
+
         targets = sorted(self.by_target, key=lambda text: (text.startswith(_PATTERN), text))
         for text in targets:
             if _matches(module, text):
@@ -82,6 +84,7 @@ class StoredLayout(NamedTuple):
         for text in targets:
             if text in classes:
                 return self.by_target[text]
+
         raise PretrainedError(
             f"{name} is quantized in the files, but no group of {PACKING} has it as a target. "
             f"Download or save the model again."
@@ -180,11 +183,14 @@ def _fp8(fields: _Fields) -> StoredLayout:
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.one_of("scale_fmt", ("float", "ue8m0", None), "float")
     fields.one_of("expert_dtype", ("fp8", None), "fp8")
+
     ignored = [
         name
         for field in ("modules_to_not_convert", "ignored_layers")
         for name in fields.take(field, TEXTS, [])
     ]
+
+    # Where nothing is said of blocks the files of FP8 have those of DeepSeek's, of FBGEMM rows.
     default = None if method == FBGEMM or "weight_block_size" in fields.unread else [128, 128]
     rows, columns = fields.take("weight_block_size", _SIZES, default) or (None, None)
     fields.finish(("dequantize", "modules_to_convert", "activation_scale_ub"))
@@ -204,6 +210,7 @@ def _compressed(fields: _Fields) -> StoredLayout:
     sparsity = fields.take("sparsity_config", TABLE, {})
     if sparsity.get("format", "dense") != "dense":
         raise _unsupported(f"{PACKING}.sparsity_config={brief(sparsity)}", "'dense'")
+
     ignored = _patterns(fields.take("ignore", TEXTS, []))
     tables = fields.take("config_groups", TABLE, {})
     by_target: dict[str, Scheme] = {}
@@ -211,16 +218,19 @@ def _compressed(fields: _Fields) -> StoredLayout:
         where = f"{PACKING}.config_groups.{name}"
         if not isinstance(table, dict):
             raise _unsupported(f"{where}={brief(table)}", "a table of fields")
+
         group = _Fields(table, where)
         targets = _patterns(group.take("targets", TEXTS, []))
         weights = group.take("weights", TABLE, {})
         own = group.unread.pop("format", None) or common
         if own not in _FORMATS:
             raise _unsupported(f"{where}.format={brief(own)}", " or ".join(_FORMATS))
+
         # Those of activations are rounded in each call.
         group.finish(("input_activations", "output_activations"))
         scheme = _weights(_Fields(weights, f"{where}.weights"), own == "pack-quantized")
         by_target |= dict.fromkeys(targets, scheme)  # of the last group with a target
+
     harmless = ("kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "version")
     fields.finish((*harmless, "dequantize", "run_compressed", "use_optimized_inference"))
     return StoredLayout(COMPRESSED, by_target, ignored)
@@ -245,6 +255,8 @@ def _weights(fields: _Fields, is_packed: bool) -> Scheme:
     fields.one_of("dynamic", (False, None), False)
     fields.one_of("actorder", (None, False, "weight", "static"))
     is_symmetric = fields.take("symmetric", BOOLEAN, True)
+
+    # How many rows and columns share a scale, by strategy.
     size = fields.unread.pop("group_size", None)
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = fields.unread.pop("strategy", None) or default
@@ -259,6 +271,7 @@ def _weights(fields: _Fields, is_packed: bool) -> Scheme:
             f"{fields.where}.strategy={brief(strategy)} with group_size={brief(size)}",
             "tensor, channel, group with a size or block with a block_structure",
         )
+
     fields.finish(("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "is_mx"))
     number_format = "fp8" if kind == "float" else f"int{bits}"
     rows, columns = shared[strategy]
@@ -275,10 +288,13 @@ class StoredKernel:
         self.name, self.scheme = name, scheme  # the name is that without quantization
         self.weight, self.scale = parts["weight"], parts["scale"]
         self.zero: Any = parts.get("zero")
+
         stored, self.shape = self._shapes(parts.get("shape"))
         expected = "I32" if scheme.is_packed else "F8_E4M3" if scheme.format == "fp8" else "I8"
         if self.weight.get_dtype() != expected or tuple(self.weight.get_shape()) != stored:
             self._raise("weight", f"{expected}{list(stored)}")
+
+        # One scale for each block, whose axes of size 1 files may leave out.
         grid = tuple(-(-n // k) for n, k in zip(self.shape, scheme.block(self.shape), strict=True))
         shapes: list[tuple[int, ...]] = [grid]
         if math.prod(grid) == grid[0]:
@@ -287,6 +303,7 @@ class StoredKernel:
         if tuple(self.scale.get_shape()) not in shapes or self.scale.get_dtype() not in kinds:
             self._raise("scale", f"floats of shape {list(grid)}")
         self.grid = grid
+
         if (self.zero is None) != scheme.is_symmetric:
             lacks = "lacks the zero points of" if self.zero is None else "has zero points, but not"
             raise PretrainedError(f"{name} {lacks} symmetric=False in {PACKING}.")

@@ -78,9 +78,12 @@ class PackedSlice:
         """Returns the numbers at slices, which may have steps."""
         ranges = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
         experts, inputs, outputs = ranges
+
+        # Groups of inputs are read whole.
         result = np.empty([len(part) for part in ranges], jnp.dtype(dtype))
         first, end = inputs.start // _GROUP, -(-inputs.stop // _GROUP)
         tables = _tables(result.dtype)
+
         for place, expert in enumerate(experts):
             part = (slice(expert, expert + 1), slice(outputs.start, outputs.stop))
             part = (*part, slice(first, end))
@@ -88,6 +91,8 @@ class PackedSlice:
                 np.moveaxis(stored[0, :: outputs.step], 0, -1)
                 for stored in (self.blocks[(*part, slice(None))], self.scales[part])
             )
+
+            # The number of a byte's halves with its scale, from tables of all of them.
             codes = scales[:, None].astype(np.int32) * 256 + blocks
             numbers = np.stack([table[codes] for table in tables], axis=2)
             numbers = numbers.reshape(-1, len(outputs))
