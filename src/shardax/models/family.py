@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from shardax.models import kinds
 from shardax.models.config import common_fields
-from shardax.models.config.paths import is_unsaid, make_config, part_class, paths_of, read_field
+from shardax.models.config.paths import make_config, part_class, paths_of, read_field
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
@@ -101,15 +101,52 @@ REQUIRED = object()
 
 
 class Field:
-    """A field of ``config.json``, and its targets in a config by path."""
+    """A field of ``config.json``, and its targets in a config by path.
 
-    def __init__(self, *targets: str, default: object = REQUIRED) -> None:
-        self.targets = targets
-        self.default = default
+    Args:
+        *targets: What the field sets.
+        default: Its value where it is left out.
+        kind: Its type; None for that of the targets.
+        to: Returns the value of the targets of its value; None for the value itself.
+        back: Returns its value of a config, None for no value; None for that of the targets.
+    """
+
+    def __init__(
+        self,
+        *targets: str,
+        default: object = REQUIRED,
+        kind: kinds.Kind | None = None,
+        to: Callable[[Any], Any] | None = None,
+        back: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.targets, self.default = targets, default
+        self.kind, self.to, self.convert_back = kind, to, back
 
     def default_or_none(self) -> Any:
         """Returns the default, None of a field that must be there."""
         return None if self.default is REQUIRED else self.default
+
+    def kinds_of(self, config_class: type) -> Iterator[kinds.Kind]:
+        """Yields the types that its value must be of."""
+        if self.kind is not None:
+            yield self.kind
+        else:
+            for target in self.targets:
+                yield kind_of_target(config_class, target)
+
+    def fits(self, config_class: type, value: Any) -> bool:
+        """Whether a value may stand in ``config.json``."""
+        return all(kind.problem("", value) is None for kind in self.kinds_of(config_class))
+
+    def back(self, config: Any, target: str) -> Any:
+        """Returns its value of a config, as one of the targets has it."""
+        if self.convert_back is not None:
+            return self.convert_back(config)
+
+        value = read_field(config, target)
+        if target in kinds.ACTIVATION_FIELDS:
+            return kinds.published_activation(value or config.activation)
+        return value
 
 
 class Taker(Protocol):
@@ -121,30 +158,30 @@ class Taker(Protocol):
 
 
 class FieldGroup:
-    """Fields of ``config.json`` that are read and written together."""
+    """Fields of ``config.json`` that have a meaning together.
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        """Returns the fields of ``TransformerConfig`` that they set."""
-        raise NotImplementedError
+    Attributes:
+        older: Other names for the same, which ``back`` does without.
+    """
 
-    def write(self, edit: ConfigEdit) -> None:
-        """Changes them to what an edited config says."""
+    older: ClassVar[Sequence[str]] = ()
 
-    def begin(self, config: Any) -> Mapping[str, Any]:
-        """Returns those of parts that few families have, of a config that has these parts."""
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        """Returns the fields of a config that they set, by path."""
         return {}
 
-    def complete(self, edit: ConfigEdit) -> None:
-        """Adds those that a new ``config.json`` has even at their defaults."""
+    def back(self, config: Any) -> Mapping[str, Any]:
+        """Returns the fields of ``config.json`` that say a config, none for what others say."""
+        return {}
 
 
 class DerivedFields(FieldGroup):
-    """Fields read by a function, and not written."""
+    """Fields read by a function, which nothing says back."""
 
     def __init__(self, derive: Callable[[Taker], Mapping[str, Any]]) -> None:
         self.derive = derive
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         return self.derive(take)
 
 
@@ -179,6 +216,8 @@ class Family:
     group_fields: Iterable[str] = ()
     # Tensors that files may repeat, by the names of the copies.
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Whether a config has the parts that all models of the family have; None for common ones.
+    has_parts: Callable[[Any], bool] | None = None
 
     def tensors_for(self, config: Any) -> Tensors:
         """Returns the tensors of a model of a config."""
@@ -214,37 +253,6 @@ class Family:
             (name for name, parts in self.architectures.items() if parts.get("head", "") is None),
             next(iter(self.architectures)),
         )
-
-
-@dataclass
-class ConfigEdit:
-    """A ``config.json`` that is changed to what a config says."""
-
-    family: Family
-    content: dict[str, Any]
-    config: TransformerConfig
-    read: TransformerConfig  # what it said at first
-
-    def value(self, path: str) -> Any:
-        """Returns a field of the config, by path."""
-        # An absent part changes the field that says so; the others are as they were at first.
-        return self.before(path) if is_unsaid(self.config, path) else read_field(self.config, path)
-
-    def before(self, path: str) -> Any:
-        """Returns a field as it was at first, by path."""
-        return read_field(self.read, path)
-
-    def changes(self, *names: str) -> bool:
-        """Whether any of these fields of the config, by path, is another."""
-        return any(self.value(name) != self.before(name) for name in names)
-
-    def local_layers_read(self) -> list[bool] | None:
-        """Returns local layers by ``config.json`` as it is now, None if unreadable."""
-        try:
-            config = self.family.config(self.content, "config.json")
-        except PretrainedError:
-            return None
-        return list(map(config.attention.is_local, range(config.num_layers)))
 
 
 @dataclass(frozen=True)
@@ -386,7 +394,7 @@ class _Reading:
         is_all_read = True
         for group in family.groups:
             try:
-                values.update(group.read(self.take))
+                values.update(group.to(self.take))
             except PretrainedError as error:
                 self._note(str(error))
                 is_all_read = False
@@ -424,20 +432,19 @@ class _Reading:
     def _of_field(self, name: str, field: Field) -> dict[str, Any]:
         value = self.take(name)
         if name in self.content:
-            kind = self.family.config_class
-            problems = [
-                kind_of_target(kind, target).problem(name, value) for target in field.targets
-            ]
+            own_kinds = field.kinds_of(self.family.config_class)
+            problems = [kind.problem(name, value) for kind in own_kinds]
             for problem in filter(None, problems):
                 self._note(problem)
                 return {}
+
         if field.targets[0] in kinds.ACTIVATION_FIELDS:
             if value not in kinds.ACTIVATION_NAMES:
                 self._note(f"{name}={brief(value)} is none of {', '.join(kinds.ACTIVATION_NAMES)}")
             value = kinds.ACTIVATION_NAMES.get(value, "silu")
         if value is None and isinstance(self.family.defaults.get(name, field.default), bool):
             value = False
-        return dict.fromkeys(field.targets, value)
+        return dict.fromkeys(field.targets, value if field.to is None else field.to(value))
 
     def _check_counts(self, values: Mapping[str, Any]) -> None:
         """Raises for more layers or experts than the files have."""
@@ -511,7 +518,7 @@ class _DualReading(_Reading):
         for name, field in self.family.fields.items():
             values.update(dict.fromkeys(field.targets, self.take(name, kind=kinds.SIZE)))
         for group in self.family.groups:
-            values.update(group.read(self.take))
+            values.update(group.to(self.take))
         for name, tower in self.family.towers.items():
             self.read_names |= {tower.field, tower.older_field}
             try:

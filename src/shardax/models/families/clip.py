@@ -11,18 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.encoders import PatchPositions
-from shardax.models.family import (
-    ConfigEdit,
-    DualFamily,
-    Family,
-    Field,
-    FieldGroup,
-    Taker,
-    Tower,
-    tensors_of,
-)
+from shardax.models.family import DualFamily, Family, Field, FieldGroup, Taker, Tower, tensors_of
 from shardax.models.tensors import (
     HEADS,
     Tensor,
@@ -120,7 +112,7 @@ class EndToken(FieldGroup):
     # Files of before 2023 say 2, whatever the tokenizer has. There the highest token counts.
     OLD = 2
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         token = take("eos_token_id", 49407, kind=kinds.INTEGER)
         return (
             {"pool.kind": "highest"}
@@ -128,10 +120,9 @@ class EndToken(FieldGroup):
             else {"pool.kind": "end", "pool.end_token": token}
         )
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.kind", "pool.end_token"):
-            pool = edit.config.pool
-            edit.content["eos_token_id"] = self.OLD if pool.kind == "highest" else pool.end_token
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        is_old = config.pool.kind == "highest"
+        return {"eos_token_id": self.OLD if is_old else config.pool.end_token}
 
 
 # A pair has a size of projections of its own.
@@ -183,25 +174,12 @@ CLIP_VISION = Family(
 class PooledSize(FieldGroup):
     """The size of what a text is pooled to."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         size = take("projection_size", None, kind=kinds.SIZE.or_null)
         return {"pool.dim": 0 if size in (None, take("hidden_size", kind=kinds.SIZE)) else size}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.dim", "embed_dim"):
-            edit.content["projection_size"] = edit.config.pool.dim or edit.config.embed_dim
-
-
-class PoolingHead(FieldGroup):
-    """Whether an image is pooled by attention."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        has_head = take("vision_use_head", True, kind=kinds.BOOLEAN)
-        return {"pool.kind": "attention" if has_head else "first"}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.kind"):
-            edit.content["vision_use_head"] = edit.config.pool.kind == "attention"
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"projection_size": config.pool.dim or config.embed_dim}
 
 
 # The last position is pooled even if it is padding: models were trained so.
@@ -227,10 +205,19 @@ SIGLIP_TEXT = Family(
 )
 _IN, _POOLING = "vision_model.head.attention.in_proj", "attention_pooling"
 SIGLIP_VISION = Family(
-    fields={**_fields(768, 12, "gelu_pytorch_tanh", 1e-6), **_image_fields(16)},
+    fields={
+        **_fields(768, 12, "gelu_pytorch_tanh", 1e-6),
+        **_image_fields(16),
+        "vision_use_head": Field(
+            "pool.kind",
+            default=True,
+            kind=kinds.BOOLEAN,
+            to=lambda has_head: "attention" if has_head else "first",
+            back=lambda config: config.pool.kind == "attention",
+        ),
+    },
     fixed={**_FIXED, "causal": False, "image.first_vector": False},
-    groups=[PatchPositions(16, first_vector=False), PoolingHead()],
-    group_fields=("vision_use_head",),
+    groups=[PatchPositions(16, first_vector=False)],
     architectures={"SiglipVisionModel": {}},
     harmless=_HARMLESS,
     prefix="vision_model.",

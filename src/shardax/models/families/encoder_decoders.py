@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
-from shardax.models.family import (
-    ConfigEdit,
-    EncoderDecoderFamily,
-    Field,
-    FieldGroup,
-    HalfFamily,
-    Taker,
-)
+from shardax.models.family import EncoderDecoderFamily, Field, FieldGroup, HalfFamily, Taker
 from shardax.models.tensors import Tensor, Tensors, embedding, in_layers, linear, norm, part
 
 # --- what they share ------------------------------------------------------------------------------
@@ -54,7 +48,7 @@ def _shared_embedding(name: str) -> Tensors:
 class Units(FieldGroup):
     """The activation of the MLP, and whether it is gated."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         name = take("feed_forward_proj", "relu", kind=kinds.TEXT)
         gate, _, activation = name.rpartition("-")
         kinds.check_supported("feed_forward_proj", name, gate in ("", "gated"))
@@ -67,39 +61,39 @@ class Units(FieldGroup):
             "activation": kinds.known_activation("dense_act_fn", activation),
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.gated", "activation"):
-            name = kinds.published_activation(edit.config.activation)
-            edit.content["feed_forward_proj"] = f"gated-{name}" if edit.value("mlp.gated") else name
-            edit.content["dense_act_fn"] = name
-            edit.content["is_gated_act"] = edit.value("mlp.gated")
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        is_gated = config.mlp is not None and config.mlp.gated
+        name = kinds.published_activation(config.activation)
+        return {
+            "feed_forward_proj": f"gated-{name}" if is_gated else name,
+            "dense_act_fn": name,
+            "is_gated_act": is_gated,
+        }
 
 
 class DecoderLayers(FieldGroup):
     """The decoder's number of layers, by default the encoder's."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_decoder_layers", None, kind=kinds.SIZE.or_null)
         return {"num_layers": take("num_layers", 6, kind=kinds.SIZE) if count is None else count}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("num_layers"):
-            edit.content["num_decoder_layers"] = edit.config.num_layers
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"num_decoder_layers": config.num_layers}
 
 
 class TiedDecoderHead(FieldGroup):
     """Whether the head is tied, and whether its inputs are scaled."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         is_tied = take("tie_word_embeddings", True, kind=kinds.BOOLEAN.or_null) is not False
         is_scaled = take("scale_decoder_outputs", is_tied, kind=kinds.BOOLEAN)
         size = take("d_model", 512, kind=kinds.SIZE)
         return {"output.tied": is_tied, "output.scale": size**-0.5 if is_scaled else None}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("output.tied", "output.scale"):
-            edit.content["tie_word_embeddings"] = edit.config.output.tied
-            edit.content["scale_decoder_outputs"] = edit.config.output.scale is not None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        is_scaled = config.output.scale is not None
+        return {"tie_word_embeddings": config.output.tied, "scale_decoder_outputs": is_scaled}
 
 
 class T5Family(EncoderDecoderFamily):
@@ -217,42 +211,39 @@ class LearnedPositions(FieldGroup):
 
     ROWS = 2
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("max_position_embeddings", 1024, kind=kinds.SIZE)
         return {"positions.max_positions": count + self.ROWS, "positions.offset": self.ROWS}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("positions.max_positions"):
-            edit.content["max_position_embeddings"] = (
-                edit.config.positions.max_positions - self.ROWS
-            )
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"max_position_embeddings": config.positions.max_positions - self.ROWS}
 
 
 class RootScale(FieldGroup):
     """Whether the embedding is multiplied by the root of its size."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         is_scaled = take("scale_embedding", False, kind=kinds.BOOLEAN.or_null)
         return {"embedding.scale": take("d_model", kind=kinds.SIZE) ** 0.5 if is_scaled else None}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("embedding.scale"):
-            edit.content["scale_embedding"] = edit.config.embedding.scale is not None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"scale_embedding": config.embedding.scale is not None}
 
 
 class EncoderLayers(FieldGroup):
     """The number of layers of the encoder, which files may have twice."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older: ClassVar = ("num_hidden_layers",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("encoder_layers", kind=kinds.SIZE)
         again = take("num_hidden_layers", count, kind=kinds.SIZE)
         beside = f" beside encoder_layers={count}"
         kinds.check_supported("num_hidden_layers", again, again == count, beside)
         return {}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("num_layers") and "num_hidden_layers" in edit.content:
-            edit.content["num_hidden_layers"] = edit.config.num_layers
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"encoder_layers": config.num_layers}
 
 
 def _half_fields(

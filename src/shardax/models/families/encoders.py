@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import RotaryByLayerType
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.tensors import HEADS, Tensor, Tensors, embedding, in_layers, linear, norm, part
 
 # --- what they share ------------------------------------------------------------------------------
@@ -233,16 +234,15 @@ DISTILBERT = Family(
 class EmbeddingSize(FieldGroup):
     """The size of embeddings, projected if it is another."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         size, features = (
             take("embedding_size", 128, kind=kinds.SIZE),
             take("hidden_size", kind=kinds.SIZE),
         )
         return {"embedding.dim": 0 if size == features else size}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("embedding.dim", "embed_dim"):
-            edit.content["embedding_size"] = edit.config.embedding.dim or edit.config.embed_dim
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"embedding_size": config.embedding.dim or config.embed_dim}
 
 
 # The discriminator says of each token whether it was replaced; the generator masks words.
@@ -322,16 +322,15 @@ MPNET = Family(
 class LocalAttention(FieldGroup):
     """Windows to both sides, of all layers but some."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         window = take("local_attention", 128, kind=kinds.INTEGER) // 2 + 1
         period = take("global_attn_every_n_layers", 3, kind=kinds.SIZE)
         return shared.windows_by_layer(take, window, lambda layer: layer % period > 0)
 
-    def write(self, edit: ConfigEdit) -> None:
-        shared.write_windows(edit)
-        window = edit.content.pop("sliding_window", None)
-        if window is not None:
-            edit.content["local_attention"] = 2 * (window - 1)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        fields = shared.window_fields(config)
+        window = fields.pop("sliding_window")
+        return fields if window is None else {**fields, "local_attention": 2 * (window - 1)}
 
 
 class Pooling(FieldGroup):
@@ -339,29 +338,16 @@ class Pooling(FieldGroup):
 
     names: ClassVar = {"cls": "first", "mean": "mean"}
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         name = take("classifier_pooling", "cls", kind=kinds.TEXT)
         fits = name in self.names
         kinds.check_supported("classifier_pooling", name, fits, ", only 'cls' or 'mean'")
         return {"pool.kind": self.names[name]}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.kind"):
-            published = {pooling: name for name, pooling in self.names.items()}
-            if edit.config.pool.kind in published:
-                edit.content["classifier_pooling"] = published[edit.config.pool.kind]
-
-
-class NormBias(FieldGroup):
-    """Whether norms have biases."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        has_bias = take("norm_bias", False, kind=kinds.BOOLEAN.or_null)
-        return {"norms.kind": "layer" if has_bias else "layer_unbiased"}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("norms.kind"):
-            edit.content["norm_bias"] = edit.config.norms.kind == "layer"
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        published = {pooling: name for name, pooling in self.names.items()}
+        kind = config.pool.kind
+        return {"classifier_pooling": published[kind]} if kind in published else {}
 
 
 _BEFORE_HEAD = _transform("head.dense", "head.norm")
@@ -377,6 +363,13 @@ MODERNBERT = Family(
         "embedding_dropout": Field("embedding.dropout", default=0.0),
         "hidden_activation": Field("activation", default="gelu"),
         "mlp_bias": Field("mlp.bias", default=False),
+        "norm_bias": Field(
+            "norms.kind",
+            default=False,
+            kind=kinds.BOOLEAN.or_null,
+            to=lambda has_bias: "layer" if has_bias else "layer_unbiased",
+            back=lambda config: config.norms.kind == "layer",
+        ),
         "norm_eps": Field("norms.epsilon", default=1e-5),
         "tie_word_embeddings": Field("output.tied", default=True),
     },
@@ -390,7 +383,6 @@ MODERNBERT = Family(
         ),
         LocalAttention(),
         Pooling(),
-        NormBias(),
         shared.Labels(),
     ],
     architectures={
@@ -438,7 +430,7 @@ class PatchPositions(FieldGroup):
     def __init__(self, patch_size: int, *, first_vector: bool = True) -> None:
         self.patch_size, self.first_vector = patch_size, first_vector
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         side = take("patch_size", self.patch_size, kind=kinds.SIZE)
         per_side = take("image_size", 224, kind=kinds.SIZE) // max(side, 1)
         return {"vocab_size": 0, "positions.max_positions": per_side**2 + self.first_vector}
@@ -500,30 +492,26 @@ VIT = Family(
 class BackboneStages(FieldGroup):
     """Names of stages, of interest to backbones alone."""
 
-    NAMES = ("out_features", "out_indices", "stage_names")
+    # There is a name for each layer; transformers makes them anew, and refuses other ones.
+    older: ClassVar = ("out_features", "out_indices", "stage_names")
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        return {}
-
-    def write(self, edit: ConfigEdit) -> None:
-        # There is a name for each layer; transformers makes them anew, and refuses other ones.
-        if edit.changes("num_layers"):
-            for name in self.NAMES:
-                edit.content.pop(name, None)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"num_hidden_layers": config.num_layers}
 
 
 class MlpRatio(FieldGroup):
     """The size of the MLP's hidden layer, by a ratio."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         ratio = take("mlp_ratio", 4, kind=kinds.NUMBER.positive)
         size = take("hidden_size", kind=kinds.SIZE) * ratio
         return {"mlp.dim": kinds.whole(f"mlp_ratio={ratio!r}", size)}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.dim", "embed_dim"):
-            ratio = edit.value("mlp.dim") / edit.config.embed_dim
-            edit.content["mlp_ratio"] = int(ratio) if ratio.is_integer() else ratio
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        if config.mlp is None:
+            return {}
+        ratio = config.mlp.dim / config.embed_dim
+        return {"mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
 
 
 # What attention and MLP add is scaled. The head reads the first position and the mean of patches.
@@ -545,7 +533,7 @@ DINOV2 = Family(
     neutral={"drop_path_rate": (0.0,), "use_swiglu_ffn": (False,)},
     harmless=(
         *("apply_layernorm", "layerscale_value", "reshape_hidden_states", "tie_word_embeddings"),
-        *BackboneStages.NAMES,
+        *BackboneStages.older,
     ),
     prefix="dinov2.",
     buffers=(),

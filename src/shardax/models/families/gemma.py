@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import Tensors, norm
 
@@ -35,7 +36,7 @@ _FIELDS = {
 class ScaledEmbedding(FieldGroup):
     """The factor of the embedding, the root of its size."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         return {"embedding.scale": take("hidden_size", kind=kinds.SIZE) ** 0.5}
 
 
@@ -45,8 +46,9 @@ class Activation(FieldGroup):
     def __init__(self, name: str) -> None:
         self.name = name
         self.alias = "hidden_act" if name == "hidden_activation" else "hidden_activation"
+        self.older = (self.alias,)
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         activation = take(self.name, "gelu_pytorch_tanh", kind=kinds.TEXT.or_null)
         alias = take(self.alias, None, kind=kinds.TEXT.or_null)
         names = {function for function in (activation, alias) if function is not None}
@@ -60,28 +62,22 @@ class Activation(FieldGroup):
             )
         return {"activation": functions.pop()}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("activation"):
-            activation = kinds.published_activation(edit.config.activation)
-            edit.content[self.name] = activation
-            if self.alias in edit.content:
-                edit.content[self.alias] = activation
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {self.name: kinds.published_activation(config.activation)}
 
 
 class QueryScale(FieldGroup):
     """The scale of attention's scores, by the square of its inverse."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         scalar = take("query_pre_attn_scalar", 256, kind=kinds.NUMBER.positive)
         return {"attention.scale": scalar**-0.5}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.scale", "attention.head_dim"):
-            attention = edit.config.attention
-            scale = attention.scale or attention.head_dim**-0.5
-            scalar = scale**-2
-            whole = max(round(scalar), 1)
-            edit.content["query_pre_attn_scalar"] = whole if whole**-0.5 == scale else scalar
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        scale = config.attention.scale or config.attention.head_dim**-0.5
+        scalar = scale**-2
+        whole = max(round(scalar), 1)
+        return {"query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar}
 
 
 def _sandwich_norms() -> Tensors:
@@ -131,7 +127,7 @@ GEMMA2 = Family(
 class AlternatingWindows(FieldGroup):
     """A window of all layers but each sixth, or another number."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         period = take("sliding_window_pattern", None, kind=kinds.SIZE.or_null) or 6
         newer_period = take("_sliding_window_pattern", None, kind=kinds.SIZE.or_null)
         windows = shared.read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
@@ -140,8 +136,8 @@ class AlternatingWindows(FieldGroup):
         kinds.check_supported("_sliding_window_pattern", newer_period, fits, limits)
         return windows
 
-    def write(self, edit: ConfigEdit) -> None:
-        shared.write_windows(edit)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return shared.window_fields(config)
 
 
 GEMMA3_TEXT = Family(

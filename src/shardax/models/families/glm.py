@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, Taker
+from shardax.models.family import Family, Field, Taker
 from shardax.models.tensors import Tensor, in_layers, norm
 
 # Half of a head is turned, its real and imaginary parts alternating; gate and up are one tensor.
@@ -45,14 +46,12 @@ GLM4 = Family(
 class NormedExpertLayers(shared.ExpertLayers):
     """The layers with experts, and whether queries and keys have norms."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         has_norms = take("use_qk_norm", False, kind=kinds.BOOLEAN)
-        return {**super().read(take), "attention.qk_norm": "head" if has_norms else None}
+        return {**super().to(take), "attention.qk_norm": "head" if has_norms else None}
 
-    def write(self, edit: ConfigEdit) -> None:
-        super().write(edit)
-        if edit.changes("attention.qk_norm"):
-            edit.content["use_qk_norm"] = edit.config.attention.qk_norm is not None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {**super().back(config), "use_qk_norm": config.attention.qk_norm is not None}
 
 
 # The layers of Llama, half of a head turned; experts are chosen by sigmoids.
@@ -61,7 +60,7 @@ GLM4_MOE = Family(
         **shared.GATED_DECODER,
         "attention_bias": Field("attention.qkv_bias", default=False),
         "n_group": Field("experts.num_groups", default=1),
-        "n_routed_experts": Field("experts.num_experts", default=128),
+        "n_routed_experts": Field("experts.num_experts", default=128, back=shared.experts_or_none),
         "norm_topk_prob": Field("experts.normalise", default=True),
         "num_experts_per_tok": Field("experts.top_k", default=8),
         "num_key_value_heads": Field("attention.num_kv_heads", default=8),

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.quantized import mxfp4
 from shardax.models.tensors import (
     HEADS,
@@ -34,26 +35,13 @@ from shardax.models.tensors import (
 class InnerSize(FieldGroup):
     """The size of the MLP, by default four times the embedding's."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         inner = take("n_inner", None, kind=kinds.INTEGER.or_null)
         size = take("n_embd", kind=kinds.SIZE)
         return {"mlp.dim": 4 * size if inner is None else inner}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.dim"):
-            edit.content["n_inner"] = edit.value("mlp.dim")
-
-
-class ScaledScores(FieldGroup):
-    """Whether scores are divided by the root of a head's size."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        is_scaled = take("scale_attn_weights", True, kind=kinds.BOOLEAN)
-        return {"attention.scale": None if is_scaled else 1.0}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.scale", "attention.head_dim"):
-            edit.content["scale_attn_weights"] = edit.config.attention.scale is None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {} if config.mlp is None else {"n_inner": config.mlp.dim}
 
 
 def _third(index: int) -> AxisLike:
@@ -72,11 +60,18 @@ GPT2 = Family(
         "n_layer": Field("num_layers"),
         "n_positions": Field("positions.max_positions", default=1024),
         "resid_pdrop": Field("dropout", default=0.1),
+        "scale_attn_weights": Field(
+            "attention.scale",
+            default=True,
+            kind=kinds.BOOLEAN,
+            to=lambda is_scaled: None if is_scaled else 1.0,
+            back=lambda config: config.attention.scale is None,
+        ),
         "tie_word_embeddings": Field("output.tied", default=True),
         "vocab_size": Field("vocab_size"),
     },
     fixed={**shared.ALL_BIASES, "norms.kind": "layer", "mlp.gated": False, "attention.rope": None},
-    groups=[InnerSize(), ScaledScores()],
+    groups=[InnerSize()],
     architectures={"GPT2LMHeadModel": {}, "GPT2Model": {"head": None, "output.tied": True}},
     neutral={"scale_attn_by_inverse_layer_idx": (False,)},
     harmless=(
@@ -108,9 +103,9 @@ GPT2 = Family(
 class NeoxRotary(Rotary):
     """The rotary embedding, with older names of its base and fraction."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         base = take("rotary_emb_base", 10_000.0, kind=kinds.NUMBER)
-        fraction = take("rotary_pct", 0.25, kind=kinds.NUMBER)
+        fraction = take("rotary_pct", self.fraction, kind=kinds.NUMBER)
         ignored = {
             name: take(name, None, kind=kinds.NUMBER.or_null)
             for name in ("rope_theta", "partial_rotary_factor")
@@ -125,17 +120,6 @@ class NeoxRotary(Rotary):
             fits = ignored[name] in (None, value)
             kinds.check_supported(name, ignored[name], fits, kinds.UNNOTICED + remedy)
         return {"attention.rope": rope}
-
-
-class ParallelResidual(FieldGroup):
-    """Whether attention and MLP read the same input."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"parallel": take("use_parallel_residual", True, kind=kinds.BOOLEAN)}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("parallel"):
-            edit.content["use_parallel_residual"] = edit.config.parallel
 
 
 def _interleaved(index: int) -> AxisLike:
@@ -163,9 +147,10 @@ GPT_NEOX = Family(
         "hidden_dropout": Field("dropout", "embedding.dropout", default=0.0),
         "layer_norm_eps": Field("norms.epsilon", default=1e-5),
         "tie_word_embeddings": Field("output.tied", default=False),
+        "use_parallel_residual": Field("parallel", default=True, kind=kinds.BOOLEAN),
     },
     fixed={"mlp.bias": True, "norms.kind": "layer", "mlp.gated": False},
-    groups=[NeoxRotary(), ParallelResidual()],
+    groups=[NeoxRotary(fraction=0.25)],
     architectures=shared.causal_lm("GPTNeoX"),
     prefix="gpt_neox.",
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
@@ -252,12 +237,12 @@ _YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
 class YarnRotary(Rotary):
     """The rotary embedding, by default YaRN."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         def take_table(name: str, *default: Any, **options: Any) -> Any:
             value = take(name, *default, **options)
             return _YARN if name == "rope_parameters" and value is None else value
 
-        return super().read(take_table)
+        return super().to(take_table)
 
 
 # The factor in the sigmoid of ``quick_gelu``.
@@ -267,7 +252,7 @@ _QUICK = 1.702
 class ClippedExperts(FieldGroup):
     """The bound and the factor of the experts' units, and how their kernels are packed."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         mxfp4.check_packing(take(mxfp4.PACKING, None, kind=kinds.TABLE.or_null))
         factor = take("swiglu_alpha", _QUICK, kind=kinds.NUMBER)
         return {
@@ -275,12 +260,12 @@ class ClippedExperts(FieldGroup):
             "experts.gate_factor": None if factor == _QUICK else float(factor),
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("experts.limit") and edit.value("experts.limit") is not None:
-            edit.content["swiglu_limit"] = edit.value("experts.limit")
-        if edit.changes("experts.gate_factor"):
-            factor = edit.value("experts.gate_factor")
-            edit.content["swiglu_alpha"] = _QUICK if factor is None else factor
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        if experts is None or experts.limit is None:
+            return {}
+        factor = _QUICK if experts.gate_factor is None else experts.gate_factor
+        return {"swiglu_limit": experts.limit, "swiglu_alpha": factor}
 
 
 def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:

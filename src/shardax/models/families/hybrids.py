@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from shardax.models import kinds
 from shardax.models.config.recurrent import (
     GatedDeltaConfig,
+    MixerConfig,
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
@@ -21,7 +22,7 @@ from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import (
     HEADS,
@@ -43,21 +44,23 @@ def _with_layers(mixer: Any, chosen: Sequence[bool]) -> dict[str, Any]:
     return {"recurrence.mixer": mixer, "recurrence.layers": layers}
 
 
-def _write_layers(edit: ConfigEdit, kind: str, older: str) -> None:
-    """Writes the layers of a kind, in place of an older field."""
-    config, content = edit.config, edit.content
-    if edit.changes("recurrence.mixer", "recurrence.layers", "num_layers"):
-        content.pop(older, None)
-        content["layer_types"] = [
-            kind if config.is_recurrent(index) else "full_attention"
-            for index in range(config.num_layers)
-        ]
+def _layer_types(config: TransformerConfig, kind: str) -> dict[str, Any]:
+    """Returns the field of the layers that have a mixer of a kind."""
+    layers = map(config.is_recurrent, range(config.num_layers))
+    names = [kind if is_recurrent else "full_attention" for is_recurrent in layers]
+    return {"layer_types": names}
+
+
+def _mixer_of(config: TransformerConfig) -> MixerConfig | None:
+    return None if config.recurrence is None else config.recurrence.mixer
 
 
 class ConvolutionLayers(FieldGroup):
     """Short convolutions, and the layers that have them."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older: ClassVar = ("full_attn_idxs",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         indices = take("full_attn_idxs", None, kind=kinds.INTEGERS.or_null)
         size = take("conv_L_cache", 3, kind=kinds.SIZE)
         use_bias = take("conv_bias", False, kind=kinds.BOOLEAN)
@@ -68,18 +71,19 @@ class ConvolutionLayers(FieldGroup):
         )
         return _with_layers(ShortConvolutionConfig(size, use_bias), chosen)
 
-    def write(self, edit: ConfigEdit) -> None:
-        mixer = edit.value("recurrence.mixer")
-        if edit.changes("recurrence.mixer") and isinstance(mixer, ShortConvolutionConfig):
-            edit.content["conv_L_cache"] = mixer.size
-            edit.content["conv_bias"] = mixer.use_bias
-        _write_layers(edit, "conv", "full_attn_idxs")
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        mixer, fields = _mixer_of(config), _layer_types(config, "conv")
+        if isinstance(mixer, ShortConvolutionConfig):
+            fields |= {"conv_L_cache": mixer.size, "conv_bias": mixer.use_bias}
+        return fields
 
 
 class AdjustedMLP(FieldGroup):
     """The size of the MLP, two thirds of a field rounded up."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older: ClassVar = ("block_ff_dim",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         size = take("intermediate_size", kind=kinds.SIZE)
         size = take("block_ff_dim", size, kind=kinds.SIZE)
         is_adjusted = take("block_auto_adjust_ff_dim", True, kind=kinds.BOOLEAN)
@@ -92,29 +96,27 @@ class AdjustedMLP(FieldGroup):
                 size = -(-kinds.whole(name, factor * size) // multiple) * multiple
         return {"mlp.dim": size}
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
-        mixer = None if config.recurrence is None else config.recurrence.mixer
-        if config.mlp is None or not isinstance(mixer, ShortConvolutionConfig):
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        if config.mlp is None:
             return {}
         return {"intermediate_size": config.mlp.dim, "block_auto_adjust_ff_dim": False}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.dim"):
-            edit.content.pop("block_ff_dim", None)
-            edit.content["intermediate_size"] = edit.value("mlp.dim")
-            edit.content["block_auto_adjust_ff_dim"] = False
 
 
 class TiedHead(FieldGroup):
     """The older name of ``tie_word_embeddings``, which goes before it."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older: ClassVar = ("tie_embedding",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         tied = take("tie_embedding", None, kind=kinds.BOOLEAN.or_null)
         return {} if tied is None else {"output.tied": tied}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("output.tied"):
-            edit.content.pop("tie_embedding", None)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"tie_word_embeddings": config.output.tied}
+
+
+def _is_convolutional(config: TransformerConfig) -> bool:
+    return config.mlp is not None and isinstance(_mixer_of(config), ShortConvolutionConfig)
 
 
 # --- LFM2 -----------------------------------------------------------------------------------------
@@ -138,6 +140,7 @@ LFM2 = Family(
         TiedHead(),
     ],
     architectures=shared.causal_lm("Lfm2"),
+    has_parts=_is_convolutional,
     neutral={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
     harmless=(
         *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
@@ -175,7 +178,6 @@ LFM2 = Family(
 class StateSpace(FieldGroup):
     """The mixer of all layers."""
 
-    is_beside: ClassVar[bool] = False  # attention
     # Of fields of ``StateSpaceConfig``, but for the heads.
     names: ClassVar[dict[str, str]] = {
         "num_groups": "n_groups",
@@ -186,7 +188,7 @@ class StateSpace(FieldGroup):
         "conv_bias": "use_conv_bias",
     }
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         heads, size = self.read_heads(take)
         options = {
             name: take(field, kind=kinds.BOOLEAN if name.endswith("bias") else kinds.SIZE)
@@ -217,21 +219,10 @@ class StateSpace(FieldGroup):
         """Reads further fields of ``StateSpaceConfig``."""
         return {}
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
-        recurrence = config.recurrence
-        if recurrence is None or recurrence.beside != self.is_beside:
-            return {}
-        mixer = recurrence.mixer
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        mixer = _mixer_of(config)
         is_own = isinstance(mixer, StateSpaceConfig)
         return self.written(mixer, config.embed_dim) if is_own else {}
-
-    def write(self, edit: ConfigEdit) -> None:
-        mixer, before = edit.value("recurrence.mixer"), edit.before("recurrence.mixer")
-        if not isinstance(mixer, StateSpaceConfig) or not isinstance(before, StateSpaceConfig):
-            return
-        old = self.written(before, edit.read.embed_dim)
-        new = self.written(mixer, edit.config.embed_dim)
-        edit.content |= {field: value for field, value in new.items() if value != old[field]}
 
     def written(self, mixer: StateSpaceConfig, embed: int) -> dict[str, Any]:
         """Returns the fields of a mixer."""
@@ -299,6 +290,10 @@ def _state_space(mixer: str) -> Tensors:
     )
 
 
+def _has_state_space(config: TransformerConfig) -> bool:
+    return isinstance(_mixer_of(config), StateSpaceConfig)
+
+
 # A layer is a mixer alone. That residuals are kept in float32 changes rounding of narrower dtypes.
 MAMBA2 = Family(
     fields={
@@ -325,6 +320,7 @@ MAMBA2 = Family(
     },
     groups=[StateSpace()],
     architectures=shared.causal_lm("Mamba2"),
+    has_parts=lambda config: _has_state_space(config) and not config.recurrence.beside,
     harmless=(
         *("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max"),
         *("time_step_min", "time_step_rank", "time_step_init_scheme", "time_step_scale"),
@@ -349,7 +345,6 @@ MAMBA2 = Family(
 class ScaledStateSpace(StateSpace):
     """The mixer beside attention, with factors of its projections."""
 
-    is_beside: ClassVar[bool] = True
     names: ClassVar[dict[str, str]] = {
         "num_groups": "mamba_n_groups",
         "state_dim": "mamba_d_state",
@@ -393,7 +388,7 @@ class ScaledStateSpace(StateSpace):
 class Factors(FieldGroup):
     """Factors of keys, by the scale of scores, and of the MLP."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         gate, out = read_factors(take, "mlp_multipliers", 2)
         heads, size = take("num_attention_heads", kind=kinds.SIZE), take("head_dim", None)
         size = take("hidden_size", kind=kinds.SIZE) // heads if size is None else size
@@ -401,18 +396,16 @@ class Factors(FieldGroup):
         plain = size**-0.5 if type(size) is int and size > 0 else 1.0
         return {"attention.scale": scale * plain, "mlp.gate_scale": gate, "mlp.out_scale": out}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.scale", "attention.head_dim"):
-            attention = edit.config.attention
-            plain = attention.head_dim**-0.5
-            scale = plain if attention.scale is None else attention.scale
-            factor = scale / plain
-            near = (factor, math.nextafter(factor, -math.inf), math.nextafter(factor, math.inf))
-            exact = [number for number in near if number * plain == scale]
-            edit.content["key_multiplier"] = exact[0] if exact else factor
-        if edit.changes("mlp.gate_scale", "mlp.out_scale"):
-            factors = [edit.value("mlp.gate_scale"), edit.value("mlp.out_scale")]
-            edit.content["mlp_multipliers"] = factors
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        plain = config.attention.head_dim**-0.5
+        scale = plain if config.attention.scale is None else config.attention.scale
+        factor = scale / plain
+        near = (factor, math.nextafter(factor, -math.inf), math.nextafter(factor, math.inf))
+        exact = [number for number in near if number * plain == scale]
+        fields: dict[str, Any] = {"key_multiplier": exact[0] if exact else factor}
+        if config.mlp is not None:
+            fields["mlp_multipliers"] = [config.mlp.gate_scale, config.mlp.out_scale]
+        return fields
 
 
 def read_factors(take: Taker, name: str, count: int) -> tuple[float, ...]:
@@ -451,6 +444,7 @@ FALCON_H1 = Family(
     },
     groups=[Rotary(max_positions=8192), ScaledStateSpace(), Factors()],
     architectures=shared.causal_lm("FalconH1"),
+    has_parts=lambda config: _has_state_space(config) and config.recurrence.beside,
     harmless=(
         *("mamba_use_mlp", "mlp_expansion_factor", "num_logits_to_keep"),
         *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"),
@@ -475,7 +469,9 @@ FALCON_H1 = Family(
 class DeltaLayers(FieldGroup):
     """The gated delta rule, and its layers."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older: ClassVar = ("full_attention_interval",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         interval = take("full_attention_interval", 4, kind=kinds.SIZE)
         sizes = {name: take(field, kind=kinds.SIZE) for field, name in _DELTA_FIELDS.items()}
         heads, values = sizes["num_heads"], sizes["num_value_heads"]
@@ -488,11 +484,11 @@ class DeltaLayers(FieldGroup):
         )
         return _with_layers(GatedDeltaConfig(**sizes), chosen)
 
-    def write(self, edit: ConfigEdit) -> None:
-        mixer = edit.value("recurrence.mixer")
-        if edit.changes("recurrence.mixer") and isinstance(mixer, GatedDeltaConfig):
-            edit.content |= {field: getattr(mixer, name) for field, name in _DELTA_FIELDS.items()}
-        _write_layers(edit, "linear_attention", "full_attention_interval")
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        mixer, fields = _mixer_of(config), _layer_types(config, "linear_attention")
+        if isinstance(mixer, GatedDeltaConfig):
+            fields |= {field: getattr(mixer, name) for field, name in _DELTA_FIELDS.items()}
+        return fields
 
 
 _DELTA_FIELDS = {

@@ -14,7 +14,7 @@ from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.tensors import HEADS, Tensor, concatenated, in_layers, linear, norm
 
 LLAMA = Family(
@@ -185,7 +185,7 @@ _CHUNKED_TYPES = ("full_attention", "chunked_attention")
 class ChunkedLayers(FieldGroup):
     """Layers with a rotary embedding, by default those with chunks."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         rotated = shared.read_rotated_layers(take, may_be_empty=True)
         size = take("attention_chunk_size", 8192, kind=kinds.SIZE)
         local = shared.read_layer_types(take, _CHUNKED_TYPES, rotated.__getitem__)
@@ -206,31 +206,28 @@ class ChunkedLayers(FieldGroup):
             return {}
         return {"attention.query_growth": (float(factor), float(length))}
 
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         attention, layers = config.attention, range(config.num_layers)
-        if edit.changes("attention.rope_layers", "num_layers"):
-            content["no_rope_layers"] = [int(attention.has_rope(index)) for index in layers]
-        if edit.changes("attention.qk_norm"):
-            content["use_qk_norm"] = attention.qk_norm is not None
-        if edit.changes("attention.query_growth"):
-            content["attn_temperature_tuning"] = attention.query_growth is not None
-            if attention.query_growth is not None:
-                factor, length = attention.query_growth
-                # An integer there, by the checks of transformers.
-                length = int(length) if length == int(length) else length
-                content |= {"attn_scale": factor, "floor_scale": length}
-        if edit.changes("attention.window") and attention.window is not None:
-            content["attention_chunk_size"] = attention.window
-        if edit.changes("attention.window", "attention.local_layers", "num_layers"):
-            local = map(attention.is_local, layers)
-            content["layer_types"] = [_CHUNKED_TYPES[is_local] for is_local in local]
+        fields: dict[str, Any] = {
+            "no_rope_layers": [int(attention.has_rope(index)) for index in layers],
+            "use_qk_norm": attention.qk_norm is not None,
+            "attn_temperature_tuning": attention.query_growth is not None,
+            "layer_types": [_CHUNKED_TYPES[attention.is_local(index)] for index in layers],
+        }
+        if attention.query_growth is not None:
+            factor, length = attention.query_growth
+            # An integer there, by the checks of transformers.
+            length = int(length) if length == int(length) else length
+            fields |= {"attn_scale": factor, "floor_scale": length}
+        if attention.window is not None:
+            fields["attention_chunk_size"] = attention.window
+        return fields
 
 
 class InterleavedExperts(FieldGroup):
     """The layers with experts, by their numbers or an interval."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=kinds.SIZE)
         step = take("interleave_moe_layer_step", 1, kind=kinds.SIZE)
         layers = take("moe_layers", None, kind=kinds.INTEGERS.or_null)
@@ -239,21 +236,16 @@ class InterleavedExperts(FieldGroup):
         dense = tuple(index for index in range(count) if index not in layers)
         return {"experts.dense_layers": dense, "experts.dim": size, "experts.shared_dim": size}
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         experts = config.experts
-        if experts is None or experts.scores != "input_sigmoid":
-            return {}
-        return {"intermediate_size": experts.dim}
+        if experts is None:
+            return {"moe_layers": []}
+        layers = [index for index in range(config.num_layers) if experts.in_layer(index)]
+        return {"moe_layers": layers, "intermediate_size": experts.dim}
 
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        if edit.changes("experts.dense_layers", "num_layers", "experts.num_experts"):
-            layers = [config.kind_of(index) for index in range(config.num_layers)]
-            content["moe_layers"] = [i for i, (_, has_experts) in enumerate(layers) if has_experts]
-            if not edit.value("experts.num_experts"):
-                content["num_local_experts"] = edit.before("experts.num_experts")
-        if edit.changes("experts.dim"):
-            content["intermediate_size"] = edit.value("experts.dim")
+
+def _scales_inputs_of_experts(config: TransformerConfig) -> bool:
+    return config.experts is not None and config.experts.scores == "input_sigmoid"
 
 
 _LLAMA4_FIELDS = {
@@ -263,7 +255,7 @@ _LLAMA4_FIELDS = {
     "intermediate_size_mlp": Field("mlp.dim", default=16384),
     "num_experts_per_tok": Field("experts.top_k", default=1),
     "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-    "num_local_experts": Field("experts.num_experts", default=16),
+    "num_local_experts": Field("experts.num_experts", default=16, back=shared.experts_or_none),
     "rms_norm_eps": Field("norms.epsilon", default=1e-5),
 }
 _GATE_AND_UP = ("expert", "embed", concatenated("mlp"))
@@ -283,6 +275,7 @@ LLAMA4_TEXT = Family(
         InterleavedExperts(),
     ],
     architectures={"Llama4ForCausalLM": {}, "Llama4TextModel": {"head": None, "output.tied": True}},
+    has_parts=_scales_inputs_of_experts,
     # Of training, and not read by transformers either.
     harmless=("for_llm_compressor", "router_aux_loss_coef", "router_jitter_noise"),
     tensors=(

@@ -8,34 +8,38 @@ fields and defaults, ``modeling_*.py`` for tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.tensors import linear
 
 
-class UpperWindows(FieldGroup):
+class SwitchedWindows(FieldGroup):
+    """A window of some layers, if it is used."""
+
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        has_window = config.attention.window is not None
+        return {"use_sliding_window": has_window, **shared.window_fields(config)}
+
+
+class UpperWindows(SwitchedWindows):
     """A window of the layers from ``max_window_layers`` on, if it is used."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         first = take("max_window_layers", 28, kind=kinds.INTEGER)
         is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
         windows = shared.read_windows(take, 4096, lambda layer: layer >= first)
         return windows if is_used else {}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.window"):
-            edit.content["use_sliding_window"] = edit.config.attention.window is not None
-        shared.write_windows(edit)
 
-
-class LowerWindows(FieldGroup):
+class LowerWindows(SwitchedWindows):
     """A window of each second layer before ``max_window_layers``, if it is used."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         last = take("max_window_layers", 28, kind=kinds.INTEGER)
         is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
         types = take("layer_types", None, kind=kinds.TEXTS.or_null)
@@ -47,24 +51,16 @@ class LowerWindows(FieldGroup):
         kinds.check_supported("layer_types", types, fits, " without use_sliding_window=True")
         return {}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("attention.window", "attention.local_layers", "num_layers"):
-            return
-        has_window = edit.config.attention.window is not None
-        edit.content["use_sliding_window"] = has_window
-        if not has_window:
-            edit.content.pop("layer_types", None)
-            return
-        shared.write_windows(edit)
-
 
 class SparseLayers(FieldGroup):
     """The number of experts, and the layers that have an MLP instead."""
 
+    older: ClassVar = ("num_local_experts",)
+
     def __init__(self, default: int = 128) -> None:
         self.default = default
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         step = take("decoder_sparse_step", 1, kind=kinds.SIZE)
         dense = take("mlp_only_layers", None, kind=kinds.INTEGERS.or_null) or ()
         count = take("num_hidden_layers", kind=kinds.SIZE)
@@ -75,13 +71,13 @@ class SparseLayers(FieldGroup):
             "experts.dense_layers": tuple(i for i in range(count) if i in dense or (i + 1) % step),
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("experts.num_experts", "experts.dense_layers", "num_layers"):
-            edit.content.pop("num_local_experts", None)
-            experts = edit.config.experts
-            edit.content["num_experts"] = 0 if experts is None else experts.num_experts
-            edit.content["mlp_only_layers"] = [] if experts is None else [*experts.dense_layers]
-            edit.content["decoder_sparse_step"] = 1
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        return {
+            "num_experts": 0 if experts is None else experts.num_experts,
+            "mlp_only_layers": [] if experts is None else [*experts.dense_layers],
+            "decoder_sparse_step": 1,
+        }
 
 
 QWEN2 = Family(

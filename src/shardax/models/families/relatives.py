@@ -11,52 +11,58 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import Family, Field, FieldGroup, Taker
 from shardax.models.tensors import in_layers, norm
 
 # --- Granite --------------------------------------------------------------------------------------
 
 
-class Multipliers(FieldGroup):
-    """Factors of embedding, layers, scores and logits."""
+def _none_for_one(factor: float) -> float | None:
+    return None if factor == 1 else factor
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        embedding = take("embedding_multiplier", 1.0, kind=kinds.NUMBER)
-        residual = take("residual_multiplier", 1.0, kind=kinds.NUMBER)
-        logits = 1 / take("logits_scaling", 1.0, kind=kinds.NUMBER.positive)
-        return {
-            "attention.scale": take("attention_multiplier", 1.0, kind=kinds.NUMBER),
-            "embedding.scale": None if embedding == 1 else embedding,
-            "residual_scale": None if residual == 1 else residual,
-            "output.scale": None if logits == 1 else logits,
-        }
 
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        for path, field in (
-            ("embedding.scale", "embedding_multiplier"),
-            ("residual_scale", "residual_multiplier"),
-        ):
-            if edit.changes(path):
-                content[field] = 1.0 if edit.value(path) is None else edit.value(path)
-        if edit.changes("attention.scale", "attention.head_dim"):
-            scale, plain = config.attention.scale, config.attention.head_dim**-0.5
-            content["attention_multiplier"] = plain if scale is None else scale
-        if edit.changes("output.scale"):
-            content["logits_scaling"] = (
-                1.0 if config.output.scale is None else 1 / config.output.scale
-            )
-
+# Factors of embedding, layers, scores and logits.
+_MULTIPLIERS = {
+    "attention_multiplier": Field(
+        "attention.scale",
+        default=1.0,
+        kind=kinds.NUMBER,
+        back=lambda config: config.attention.scale or config.attention.head_dim**-0.5,
+    ),
+    "embedding_multiplier": Field(
+        "embedding.scale",
+        default=1.0,
+        kind=kinds.NUMBER,
+        to=_none_for_one,
+        back=lambda config: config.embedding.scale or 1.0,
+    ),
+    "logits_scaling": Field(
+        "output.scale",
+        default=1.0,
+        kind=kinds.NUMBER.positive,
+        to=lambda divisor: _none_for_one(1 / divisor),
+        back=lambda config: 1 / (config.output.scale or 1.0),
+    ),
+    "residual_multiplier": Field(
+        "residual_scale",
+        default=1.0,
+        kind=kinds.NUMBER,
+        to=_none_for_one,
+        back=lambda config: config.residual_scale or 1.0,
+    ),
+}
 
 GRANITE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
+        **_MULTIPLIERS,
         "mlp_bias": Field("mlp.bias", default=False),
     },
-    groups=[Rotary(), Multipliers()],
+    groups=[Rotary()],
     architectures=shared.causal_lm("Granite"),
     tensors=shared.decoder(),
 )
@@ -67,7 +73,7 @@ GRANITE = Family(
 class LayersWithoutRope(FieldGroup):
     """Layers without a rotary embedding, the only ones with windows."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         rotated = shared.read_rotated_layers(take)
         is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
         windows = shared.read_windows(take, None, lambda layer: is_used and not rotated[layer])
@@ -78,14 +84,13 @@ class LayersWithoutRope(FieldGroup):
         kinds.check_supported("layer_types", types, fits, limits)
         return {"attention.rope_layers": None if all(rotated) else rotated, **windows}
 
-    def write(self, edit: ConfigEdit) -> None:
-        config = edit.config
-        if edit.changes("attention.rope_layers", "num_layers"):
-            rotated = map(config.attention.has_rope, range(config.num_layers))
-            edit.content["no_rope_layers"] = list(map(int, rotated))
-        if edit.changes("attention.window"):
-            edit.content["use_sliding_window"] = config.attention.window is not None
-        shared.write_windows(edit)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        rotated = map(config.attention.has_rope, range(config.num_layers))
+        return {
+            "no_rope_layers": list(map(int, rotated)),
+            "use_sliding_window": config.attention.window is not None,
+            **shared.window_fields(config),
+        }
 
 
 SMOLLM3 = Family(
@@ -129,7 +134,7 @@ class RotaryWindows(shared.WindowsByLayer):
     def __init__(self) -> None:
         super().__init__(4096, lambda layer: True, needs_size=True)
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=kinds.SIZE)
         period = take("sliding_window_pattern", 4, kind=kinds.SIZE)
         take("sliding_window", self.default, kind=kinds.SIZE)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from shardax.models import kinds
-from shardax.models.family import ConfigEdit, FieldGroup, Taker
+from shardax.models.config.transformer import TransformerConfig
+from shardax.models.family import FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.nn.rope import Rope
 
@@ -139,6 +140,8 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
 class Rotary(FieldGroup):
     """One rotary embedding for all layers."""
 
+    older: ClassVar = OLDER_ROPE_FIELDS
+
     def __init__(
         self,
         base: float = 10_000.0,
@@ -153,7 +156,7 @@ class Rotary(FieldGroup):
         self.partial = fraction != 1 if partial is None else partial
         self.types, self.max_positions = tuple(types), max_positions
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         rope = read_rope(
             take,
             base=self.base,
@@ -165,24 +168,20 @@ class Rotary(FieldGroup):
             refuse_partial(rope)
         return {"attention.rope": replace(rope, interleaved=self.interleaved)}
 
-    def write(self, edit: ConfigEdit) -> None:
-        rope, before = edit.config.attention.rope, edit.read.attention.rope
-        if rope is None or not edit.changes("attention.rope"):
-            return
-        parameters = rope_fields(rope)
-        if before is not None and before.fraction != rope.fraction:
-            parameters["partial_rotary_factor"] = rope.fraction
-        replace_rope(edit, parameters)
-
-    def complete(self, edit: ConfigEdit) -> None:
-        edit.content.setdefault("max_position_embeddings", 2048)
-        rope = edit.config.attention.rope
-        if rope is not None:  # readers differ in defaults
-            edit.content.setdefault("rope_parameters", rope_fields(rope))
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        rope = config.attention.rope
+        if rope is None:
+            return {}
+        fields = rope_fields(rope)
+        if self.fraction != 1:  # what is left out is not 1
+            fields["partial_rotary_factor"] = rope.fraction
+        return {"rope_parameters": fields}
 
 
 class RotaryByLayerType(FieldGroup):
     """Rotary embeddings of layers with a window and without."""
+
+    older: ClassVar = OLDER_ROPE_FIELDS
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class RotaryByLayerType(FieldGroup):
         self.max_positions = max_positions
         self.is_scaled = is_scaled  # whether rope_scaling is read
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         scaling = (self.is_scaled and take("rope_scaling", None, kind=kinds.TABLE.or_null)) or {}
         parameters = take("rope_parameters", None, kind=kinds.TABLE.or_null) or {}
 
@@ -221,35 +220,16 @@ class RotaryByLayerType(FieldGroup):
         refuse_partial(local_rope)
         return {"attention.rope": rope, "attention.local_rope": local_rope}
 
-    def write(self, edit: ConfigEdit) -> None:
-        has_rope = edit.config.attention.rope is not None
-        if has_rope and edit.changes("attention.rope", "attention.local_rope"):
-            replace_rope(edit, self._parameters(edit))
-
-    def complete(self, edit: ConfigEdit) -> None:
-        edit.content.setdefault("max_position_embeddings", 2048)
-        if edit.config.attention.rope is not None:
-            edit.content.setdefault("rope_parameters", self._parameters(edit))
-
-    @staticmethod
-    def _parameters(edit: ConfigEdit) -> dict[str, Any]:
-        attention = edit.config.attention
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        attention = config.attention
+        if attention.rope is None:
+            return {}
         ropes = (attention.rope, attention.local_rope or attention.rope)
-        return {
-            name: rope_fields(rope)
-            for name, rope in zip(LAYER_TYPES, ropes, strict=True)
-            if rope is not None
-        }
+        tables = map(rope_fields, ropes)
+        return {"rope_parameters": dict(zip(LAYER_TYPES, tables, strict=True))}
 
 
 def refuse_partial(rope: Rope) -> None:
     """Raises if a part of a head alone is turned."""
     limits = f" for this family{kinds.UNNOTICED}"
     kinds.check_supported("partial_rotary_factor", rope.fraction, rope.fraction == 1, limits)
-
-
-def replace_rope(edit: ConfigEdit, parameters: dict[str, Any]) -> None:
-    """Writes ``rope_parameters``, and takes out the older fields."""
-    for name in OLDER_ROPE_FIELDS:
-        edit.content.pop(name, None)
-    edit.content["rope_parameters"] = parameters
