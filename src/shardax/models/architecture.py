@@ -395,46 +395,31 @@ def _edited_pair(
     family: DualFamily, content: dict[str, Any], config: DualEncoderConfig
 ) -> dict[str, Any]:
     """Returns the ``config.json`` of a pair, each tower's table changed like one of its own."""
-    before = family.config(content, "config.json").projection_dim
-    content = dict(content)
+    written = _fields_written(family, content, family.config(content, "config.json"), config)
     for name, tower in family.towers.items():
         table = tower.content(content)
-        written = _edited(tower.family, table, table, getattr(config, name))
-        if written != table:
-            content[tower.field] = written
-            content.pop(tower.older_field, None)
-
-    if config.projection_dim != before:
-        content["projection_dim"] = config.projection_dim
-    return content
+        edited = _edited(tower.family, table, table, getattr(config, name))
+        if edited != table:
+            written[tower.field] = edited
+            written.pop(tower.older_field, None)
+    return written
 
 
 def _edited_halves(
     family: EncoderDecoderFamily, content: dict[str, Any], config: EncoderDecoderConfig
 ) -> dict[str, Any]:
     """Returns the ``config.json`` of an encoder-decoder, whose halves have one table of fields."""
-    source = content
+    written = _fields_written(family, content, family.config(content, "config.json"), config)
     for name, half in family.halves.items():
-        content = _edited(half, content, source, getattr(config, name))
-
-    if config.start_token != content.get("decoder_start_token_id"):
-        content = {**content, "decoder_start_token_id": config.start_token}
-    return content
+        written = _edited(half, written, content, getattr(config, name))
+    return written
 
 
 def _written(family: Family, content: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Returns a ``config.json``, changed to a config."""
     # Fields that cannot say it stay as they are: callers read the result back and compare.
     read = family.config(content, "config.json")
-    written = dict(content)
-    for name, field in family.fields.items():
-        for target in field.targets:
-            # Where a part is absent, the field that says so tells it, and its others stay.
-            value = field.back(config, target)
-            is_said = not is_unsaid(config, target) and value != field.back(read, target)
-            if is_said and field.fits(family.config_class, value):
-                written[name] = value
-
+    written = _fields_written(family, content, read, config)
     architecture = _architecture(family, config, written)
     if architecture != (content.get("architectures") or list(family.architectures))[0]:
         written["architectures"] = [architecture]
@@ -446,6 +431,21 @@ def _written(family: Family, content: Mapping[str, Any], config: Any) -> dict[st
             for name in group.older:
                 written.pop(name, None)
             written |= fields_of_group
+    return written
+
+
+def _fields_written(
+    family: Family, content: Mapping[str, Any], read: Any, config: Any
+) -> dict[str, Any]:
+    """Returns a ``config.json``, with the fields changed in which a config differs from it."""
+    written = dict(content)
+    for name, field in family.fields.items():
+        for target in field.targets:
+            # Where a part is absent, the field that says so tells it, and its others stay.
+            value = field.back(config, target)
+            is_said = not is_unsaid(config, target) and value != field.back(read, target)
+            if is_said and field.fits(family.config_class, value):
+                written[name] = value
     return written
 
 
@@ -554,7 +554,7 @@ def _new_content(kind: str, family: Family, config: Any) -> dict[str, Any]:
     for name, field in family.fields.items():
         value = field.back(config, field.targets[0])
         is_used = value is not None and field.fits(type(config), value)
-        content[name] = value if is_used else field.default_or_none()
+        content[name] = value if is_used else family.default_or_none(name)
     for group in family.groups:
         content |= group.back(config)
 

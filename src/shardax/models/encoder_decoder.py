@@ -237,7 +237,7 @@ ModelConfig = TransformerConfig | DualEncoderConfig | EncoderDecoderConfig | Con
 
 
 def names_of_parts(model: object) -> tuple[str, ...]:
-    """Returns the names of the Transformers that a model, or its config, has; none of a single one."""
+    """Returns the names of the Transformers that a model, or its config, is made of."""
     if isinstance(model, (DualEncoder, DualEncoderConfig)):
         return TOWERS
     return HALVES if isinstance(model, (EncoderDecoder, EncoderDecoderConfig)) else ()

@@ -119,16 +119,10 @@ def _needed_by_groups(family: Family, content: Mapping[str, Any]) -> dict[str, i
     """Returns stand-ins for the fields without a default that groups of fields read."""
     needed = dict[str, int]()
 
-    def take(name: str, *default: Any, kind: kinds.Kind = kinds.ANYTHING) -> Any:
-        field = family.fields.get(name)
-        if name in content:
-            return content[name]
-        if name in family.defaults:
-            return family.defaults[name]
-        if field is not None and field.default is not REQUIRED:
-            return field.default
-        if default:
-            return default[0]
+    def take(name: str, default: Any = REQUIRED, kind: kinds.Kind = kinds.ANYTHING) -> Any:
+        value = content[name] if name in content else family.default_of(name, default)
+        if value is not REQUIRED:
+            return value
         if name in STAND_INS_OF_GROUPS:
             needed[name] = STAND_INS_OF_GROUPS[name]
         return needed.get(name, 1)

@@ -15,7 +15,7 @@ from shardax.models import kinds
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.families import shared
 from shardax.models.families.encoders import BackboneStages
-from shardax.models.family import Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError
 from shardax.models.tensors import Tensor, Tensors, linear, norm, part
 
@@ -26,9 +26,9 @@ class StageSizes(FieldGroup):
     older: ClassVar = BackboneStages.older  # one for each stage, which are made anew
 
     def to(self, take: Taker) -> Mapping[str, Any]:
-        widths = take("hidden_sizes", [96, 192, 384, 768], kind=kinds.INTEGERS)
-        depths = take("depths", [3, 3, 9, 3], kind=kinds.INTEGERS)
-        count = take("num_stages", 4, kind=kinds.SIZE)
+        widths = take("hidden_sizes", PUBLISHED, kind=kinds.INTEGERS)
+        depths = take("depths", PUBLISHED, kind=kinds.INTEGERS)
+        count = take("num_stages", PUBLISHED, kind=kinds.SIZE)
         if not count == len(widths) == len(depths) or min([*widths, *depths], default=0) < 1:
             raise PretrainedError(
                 f"num_stages={count}, hidden_sizes={widths} and depths={depths} are not positive "
@@ -88,10 +88,10 @@ def _family(
 ) -> ConvNextFamily:
     return ConvNextFamily(
         fields={
-            "num_channels": Field("channels", default=3),
-            "patch_size": Field("patch_size", default=4),
-            "hidden_act": Field("activation", default="gelu"),
-            "layer_norm_eps": Field("norm_epsilon", default=1e-12),
+            "num_channels": Field("channels"),
+            "patch_size": Field("patch_size"),
+            "hidden_act": Field("activation"),
+            "layer_norm_eps": Field("norm_epsilon"),
             **fields,
         },
         fixed=fixed,
@@ -101,7 +101,6 @@ def _family(
             f"{name}Model": {"head": None},
         },
         # In evaluation a rate of paths changes nothing, but training would differ.
-        neutral={"drop_path_rate": (0.0, 0)},
         # Images of any size are read.
         harmless=("image_size", "tie_word_embeddings", *BackboneStages.older),
         prefix=f"{model}.",
@@ -118,7 +117,6 @@ def _family(
 # Whether blocks are scaled is said by the first value of their scales.
 _LAYER_SCALE = Field(
     "layer_scale",
-    default=1e-6,
     kind=kinds.NUMBER,
     to=lambda value: value > 0,
     back=lambda config: 1e-6 if config.layer_scale else 0.0,

@@ -16,7 +16,7 @@ from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import HEADS, Tensor, in_layers, linear
 from shardax.nn.rope import Rope
@@ -49,7 +49,7 @@ class LatentHeads(Rotary):
 
         rope = super().to(take_table)["attention.rope"]
         interleaved = self.interleaved or bool(
-            take("rope_interleave", True, kind=kinds.BOOLEAN.or_null)
+            take("rope_interleave", PUBLISHED, kind=kinds.BOOLEAN.or_null)
         )
         fields = {"attention.head_dim": plain + rotated, "attention.num_kv_heads": heads}
         fields["attention.latent.rope_dim"] = rotated
@@ -116,7 +116,7 @@ class ExpertGroups(FieldGroup):
     """Groups of experts, if ``topk_method`` says that they are chosen by groups."""
 
     def to(self, take: Taker) -> Mapping[str, Any]:
-        method = take("topk_method", "greedy", kind=kinds.TEXT)
+        method = take("topk_method", PUBLISHED, kind=kinds.TEXT)
         groups, chosen = (
             take(n, None, kind=kinds.INTEGER.or_null) for n in ("n_group", "topk_group")
         )
@@ -148,13 +148,12 @@ _LATENT = (
     *linear("self_attn.o_proj", to="attn.out", inputs=HEADS, outputs="embed"),
 )
 _FIELDS = {
-    **{name: f for name, f in shared.GATED_DECODER.items() if name != "head_dim"},
+    **shared.without(shared.GATED_DECODER, "head_dim", "num_key_value_heads"),
     **shared.ATTENTION_BIAS,
-    "kv_lora_rank": Field("attention.latent.dim", default=512),
-    "q_lora_rank": Field("attention.latent.query_dim", default=1536),
-    "v_head_dim": Field("attention.latent.value_dim", default=128),
+    "kv_lora_rank": Field("attention.latent.dim"),
+    "q_lora_rank": Field("attention.latent.query_dim"),
+    "v_head_dim": Field("attention.latent.value_dim"),
 }
-del _FIELDS["num_key_value_heads"]
 
 
 def _tensors(*more: Tensor) -> tuple[Tensor, ...]:
@@ -167,15 +166,15 @@ def _tensors(*more: Tensor) -> tuple[Tensor, ...]:
 DEEPSEEK_V3 = Family(
     fields={
         **_FIELDS,
-        "n_group": Field("experts.num_groups", default=8),
-        "n_routed_experts": Field("experts.num_experts", default=256, back=shared.experts_or_none),
-        "norm_topk_prob": Field("experts.normalise", default=True),
-        "num_experts_per_tok": Field("experts.top_k", default=8),
-        "routed_scaling_factor": Field("experts.scale", default=2.5),
-        "topk_group": Field("experts.top_groups", default=4),
+        "n_group": Field("experts.num_groups"),
+        "n_routed_experts": Field("experts.num_experts", back=shared.experts_or_none),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "routed_scaling_factor": Field("experts.scale"),
+        "topk_group": Field("experts.top_groups"),
     },
     fixed={"experts.scores": "sigmoid"},
-    groups=[LatentHeads(max_positions=4096), shared.ExpertLayers(3, 2048, 1)],
+    groups=[LatentHeads(), shared.ExpertLayers()],
     architectures=shared.causal_lm("DeepseekV3"),
     has_parts=_is_latent,
     neutral={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
@@ -188,13 +187,13 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_V2 = Family(
     fields={
         **_FIELDS,
-        "mlp_bias": Field("mlp.bias", default=False),
-        "n_routed_experts": Field("experts.num_experts", default=64, back=shared.experts_or_none),
-        "num_experts_per_tok": Field("experts.top_k"),
-        "routed_scaling_factor": Field("experts.scale", default=1.0),
+        "mlp_bias": Field("mlp.bias"),
+        "n_routed_experts": Field("experts.num_experts", back=shared.experts_or_none),
+        "num_experts_per_tok": Field("experts.top_k", default=REQUIRED),
+        "routed_scaling_factor": Field("experts.scale"),
     },
     fixed={"experts.scores": "grouped_softmax", "experts.normalise": False},
-    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(0, 1407, 2), ExpertGroups()],
+    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(), ExpertGroups()],
     architectures=shared.causal_lm("DeepseekV2"),
     has_parts=_is_latent,
     neutral={"moe_layer_freq": (1,), "norm_topk_prob": (False, None), "scoring_func": ("softmax",)},

@@ -14,7 +14,7 @@ from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import linear
 
 
@@ -30,9 +30,9 @@ class UpperWindows(SwitchedWindows):
     """A window of the layers from ``max_window_layers`` on, if it is used."""
 
     def to(self, take: Taker) -> Mapping[str, Any]:
-        first = take("max_window_layers", 28, kind=kinds.INTEGER)
-        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
-        windows = shared.read_windows(take, 4096, lambda layer: layer >= first)
+        first = take("max_window_layers", PUBLISHED, kind=kinds.INTEGER)
+        is_used = take("use_sliding_window", PUBLISHED, kind=kinds.BOOLEAN.or_null)
+        windows = shared.read_windows(take, lambda layer: layer >= first)
         return windows if is_used else {}
 
 
@@ -40,13 +40,13 @@ class LowerWindows(SwitchedWindows):
     """A window of each second layer before ``max_window_layers``, if it is used."""
 
     def to(self, take: Taker) -> Mapping[str, Any]:
-        last = take("max_window_layers", 28, kind=kinds.INTEGER)
-        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
+        last = take("max_window_layers", PUBLISHED, kind=kinds.INTEGER)
+        is_used = take("use_sliding_window", PUBLISHED, kind=kinds.BOOLEAN.or_null)
         types = take("layer_types", None, kind=kinds.TEXTS.or_null)
         if is_used:
-            take("sliding_window", 4096, kind=kinds.SIZE)
-            return shared.read_windows(take, 4096, lambda i: i % 2 == 0 and i < last)
-        take("sliding_window", 4096, kind=kinds.INTEGER.or_null)  # transformers writes 0
+            take("sliding_window", PUBLISHED, kind=kinds.SIZE)
+            return shared.read_windows(take, lambda i: i % 2 == 0 and i < last)
+        take("sliding_window", PUBLISHED, kind=kinds.INTEGER.or_null)  # transformers writes 0
         fits = set(types or ()) <= {"full_attention"}
         kinds.check_supported("layer_types", types, fits, " without use_sliding_window=True")
         return {}
@@ -57,14 +57,11 @@ class SparseLayers(FieldGroup):
 
     older: ClassVar = ("num_local_experts",)
 
-    def __init__(self, default: int = 128) -> None:
-        self.default = default
-
     def to(self, take: Taker) -> Mapping[str, Any]:
-        step = take("decoder_sparse_step", 1, kind=kinds.SIZE)
+        step = take("decoder_sparse_step", PUBLISHED, kind=kinds.SIZE)
         dense = take("mlp_only_layers", None, kind=kinds.INTEGERS.or_null) or ()
         count = take("num_hidden_layers", kind=kinds.SIZE)
-        number = take("num_experts", self.default, kind=kinds.INTEGER.or_null)
+        number = take("num_experts", PUBLISHED, kind=kinds.INTEGER.or_null)
         older_number = take("num_local_experts", None, kind=kinds.INTEGER.or_null)
         return {
             "experts.num_experts": number if older_number is None else older_number,
@@ -81,12 +78,9 @@ class SparseLayers(FieldGroup):
 
 
 QWEN2 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        "num_key_value_heads": Field("attention.num_kv_heads", default=32),
-    },
+    fields={**shared.GATED_DECODER},
     fixed={"attention.qkv_bias": True},
-    groups=[Rotary(max_positions=32_768), UpperWindows()],
+    groups=[Rotary(), UpperWindows()],
     architectures=shared.causal_lm("Qwen2"),
     tensors=shared.decoder(),
 )
@@ -95,16 +89,15 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     fields={
         **shared.GATED_DECODER,
-        "moe_intermediate_size": Field("experts.dim", default=1408),
-        "norm_topk_prob": Field("experts.normalise", default=False),
-        "num_experts_per_tok": Field("experts.top_k", default=4),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=16),
-        "qkv_bias": Field("attention.qkv_bias", default=True),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
-        "shared_expert_intermediate_size": Field("experts.shared_dim", default=5632),
+        "moe_intermediate_size": Field("experts.dim"),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "qkv_bias": Field("attention.qkv_bias"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
+        "shared_expert_intermediate_size": Field("experts.shared_dim"),
     },
     fixed={"experts.shared_gate": True},
-    groups=[Rotary(max_positions=32_768), SparseLayers(60), LowerWindows()],
+    groups=[Rotary(), SparseLayers(), LowerWindows()],
     architectures=shared.causal_lm("Qwen2Moe"),
     tensors=shared.decoder(
         shared.gated_mlp(),  # of the layers without experts
@@ -115,14 +108,9 @@ QWEN2_MOE = Family(
 )
 
 QWEN3 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        **shared.ATTENTION_BIAS,
-        "head_dim": Field("attention.head_dim", default=128),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=32),
-    },
+    fields={**shared.GATED_DECODER, **shared.ATTENTION_BIAS},
     fixed={"attention.qk_norm": "head"},
-    groups=[Rotary(max_positions=32_768), UpperWindows()],
+    groups=[Rotary(), UpperWindows()],
     architectures=shared.causal_lm("Qwen3"),
     tensors=shared.decoder(),
 )
@@ -131,18 +119,13 @@ QWEN3_MOE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "moe_intermediate_size": Field("experts.dim", default=768),
-        "norm_topk_prob": Field("experts.normalise", default=False),
-        "num_experts_per_tok": Field("experts.top_k", default=8),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
+        "moe_intermediate_size": Field("experts.dim"),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
     },
     fixed={"attention.qk_norm": "head"},
-    groups=[
-        Rotary(max_positions=32_768),
-        SparseLayers(),
-        shared.Window(4096, switch="use_sliding_window"),
-    ],
+    groups=[Rotary(), SparseLayers(), shared.Window("use_sliding_window")],
     architectures=shared.causal_lm("Qwen3Moe"),
     tensors=shared.decoder(
         shared.gated_mlp(),  # of the layers without experts

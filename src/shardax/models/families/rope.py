@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
-from shardax.models.family import FieldGroup, Taker
+from shardax.models.family import PUBLISHED, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.nn.rope import Rope
 
@@ -44,7 +44,6 @@ def read_rope(
     base: float = 10_000.0,
     fraction: float = 1.0,
     types: Iterable[str] = tuple(_ROPE_FIELDS),
-    max_positions: int = 2048,
 ) -> Rope:
     """Reads the rotary embedding, as transformers 5 does."""
     # That takes rope_scaling or else rope_parameters, and rope_theta where the table has none.
@@ -69,7 +68,7 @@ def read_rope(
     names = _ROPE_FIELDS[kind]
     if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
         left["original_max_position_embeddings"] = take(
-            "max_position_embeddings", max_positions, kind=kinds.INTEGER
+            "max_position_embeddings", PUBLISHED, kind=kinds.INTEGER
         )
     numbers = {"rope_theta": base, "partial_rotary_factor": fraction}
     numbers |= {"beta_slow": 1.0, "beta_fast": 32.0} if kind == "yarn" else {}
@@ -148,22 +147,15 @@ class Rotary(FieldGroup):
         fraction: float = 1.0,
         *,
         types: Iterable[str] = tuple(_ROPE_FIELDS),
-        max_positions: int = 2048,
         interleaved: bool = False,
         partial: bool | None = None,
     ) -> None:
         self.base, self.fraction, self.interleaved = base, fraction, interleaved
         self.partial = fraction != 1 if partial is None else partial
-        self.types, self.max_positions = tuple(types), max_positions
+        self.types = tuple(types)
 
     def to(self, take: Taker) -> Mapping[str, Any]:
-        rope = read_rope(
-            take,
-            base=self.base,
-            fraction=self.fraction,
-            types=self.types,
-            max_positions=self.max_positions,
-        )
+        rope = read_rope(take, base=self.base, fraction=self.fraction, types=self.types)
         if not self.partial:
             refuse_partial(rope)
         return {"attention.rope": replace(rope, interleaved=self.interleaved)}
@@ -184,16 +176,10 @@ class RotaryByLayerType(FieldGroup):
     older: ClassVar = OLDER_ROPE_FIELDS
 
     def __init__(
-        self,
-        full: tuple[str, float],
-        sliding: tuple[str, float],
-        *,
-        max_positions: int = 2048,
-        is_scaled: bool = True,
+        self, full: tuple[str, float], sliding: tuple[str, float], *, is_scaled: bool = True
     ) -> None:
         # Older fields of the bases, "" for none, and what they are where the file has none.
         self.full, self.sliding = full, sliding
-        self.max_positions = max_positions
         self.is_scaled = is_scaled  # whether rope_scaling is read
 
     def to(self, take: Taker) -> Mapping[str, Any]:
@@ -213,9 +199,8 @@ class RotaryByLayerType(FieldGroup):
                 f"tables of {' and '.join(LAYER_TYPES)}"
             )
         full, sliding = (parameters.get(name) or {} for name in LAYER_TYPES)
-        most = self.max_positions
-        rope = read_rope(take, {**full, **scaling}, base=base, max_positions=most)
-        local_rope = read_rope(take, sliding, base=local_base, max_positions=most)
+        rope = read_rope(take, {**full, **scaling}, base=base)
+        local_rope = read_rope(take, sliding, base=local_base)
         refuse_partial(rope)
         refuse_partial(local_rope)
         return {"attention.rope": rope, "attention.local_rope": local_rope}

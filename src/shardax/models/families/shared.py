@@ -10,7 +10,7 @@ from shardax.models import kinds
 from shardax.models.config.paths import read_field
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families.rope import LAYER_TYPES
-from shardax.models.family import Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Field, FieldGroup, Taker
 from shardax.models.tensors import (
     HEADS,
     AxisLike,
@@ -28,29 +28,34 @@ from shardax.models.tensors import (
 # What is left out of a config.json is what it is by default in transformers. Only these sizes,
 # which every file has, must be there.
 SIZES = {
-    "vocab_size": Field("vocab_size"),
-    "hidden_size": Field("embed_dim"),
-    "intermediate_size": Field("mlp.dim"),
-    "num_hidden_layers": Field("num_layers"),
-    "num_attention_heads": Field("attention.num_heads"),
+    "vocab_size": Field("vocab_size", default=REQUIRED),
+    "hidden_size": Field("embed_dim", default=REQUIRED),
+    "intermediate_size": Field("mlp.dim", default=REQUIRED),
+    "num_hidden_layers": Field("num_layers", default=REQUIRED),
+    "num_attention_heads": Field("attention.num_heads", default=REQUIRED),
 }
+
+
+def without(fields: Mapping[str, Field], *names: str) -> dict[str, Field]:
+    """Returns fields but those of these names."""
+    return {name: field for name, field in fields.items() if name not in names}
+
+
 # Of decoders with rotary positions.
 DECODER = {
     **SIZES,
-    "attention_dropout": Field("attention.dropout", default=0.0),
-    "num_key_value_heads": Field("attention.num_kv_heads", default=None),
-    "tie_word_embeddings": Field("output.tied", default=False),
+    "attention_dropout": Field("attention.dropout"),
+    "num_key_value_heads": Field("attention.num_kv_heads"),
+    "tie_word_embeddings": Field("output.tied"),
 }
 # Of those with RMS norms and a gated MLP.
 GATED_DECODER = {
     **DECODER,
-    "head_dim": Field("attention.head_dim", default=None),
-    "hidden_act": Field("activation", default="silu"),
-    "rms_norm_eps": Field("norms.epsilon", default=1e-6),
+    "head_dim": Field("attention.head_dim"),
+    "hidden_act": Field("activation"),
+    "rms_norm_eps": Field("norms.epsilon"),
 }
-ATTENTION_BIAS = {
-    "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=False)
-}
+ATTENTION_BIAS = {"attention_bias": Field("attention.qkv_bias", "attention.out_bias")}
 ALL_BIASES = {"attention.qkv_bias": True, "attention.out_bias": True, "mlp.bias": True}
 
 
@@ -88,16 +93,14 @@ class Labels(FieldGroup):
 class WindowsByLayer(FieldGroup):
     """A window of some layers, by ``layer_types`` or else by their numbers."""
 
-    def __init__(
-        self, default: int, is_local: Callable[[int], bool], *, needs_size: bool = False
-    ) -> None:
+    def __init__(self, is_local: Callable[[int], bool], *, needs_size: bool = False) -> None:
         # Some types compute the mask of a window whether a layer has one or not.
-        self.default, self.is_local, self.needs_size = default, is_local, needs_size
+        self.is_local, self.needs_size = is_local, needs_size
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         if self.needs_size:
-            take("sliding_window", self.default, kind=kinds.SIZE)
-        return read_windows(take, self.default, self.is_local)
+            take("sliding_window", PUBLISHED, kind=kinds.SIZE)
+        return read_windows(take, self.is_local)
 
     def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         fields = window_fields(config)
@@ -132,13 +135,10 @@ def read_rotated_layers(take: Taker, *, may_be_empty: bool = False) -> tuple[boo
     return tuple(map(bool, listed[:count]))
 
 
-def read_windows(
-    take: Taker, default: int | None, is_local: Callable[[int], bool]
-) -> dict[str, Any]:
+def read_windows(take: Taker, is_local: Callable[[int], bool]) -> dict[str, Any]:
     """Reads the window, and its layers."""
-    return windows_by_layer(
-        take, take("sliding_window", default, kind=kinds.SIZE.or_null), is_local
-    )
+    window = take("sliding_window", PUBLISHED, kind=kinds.SIZE.or_null)
+    return windows_by_layer(take, window, is_local)
 
 
 def windows_by_layer(
@@ -163,11 +163,11 @@ def window_fields(config: TransformerConfig) -> dict[str, Any]:
 class Window(FieldGroup):
     """A window of all layers, if ``switch`` is no field or true."""
 
-    def __init__(self, default: int | None = None, *, switch: str = "") -> None:
-        self.default, self.switch = default, switch
+    def __init__(self, switch: str = "") -> None:
+        self.switch = switch
 
     def to(self, take: Taker) -> Mapping[str, Any]:
-        window = take("sliding_window", self.default, kind=kinds.SIZE.or_null)
+        window = take("sliding_window", PUBLISHED, kind=kinds.SIZE.or_null)
         if self.switch and not take(self.switch, False, kind=kinds.BOOLEAN.or_null):
             return {}
         types = take("layer_types", None, kind=kinds.TEXTS.or_null)
@@ -192,15 +192,12 @@ def experts_or_none(config: TransformerConfig) -> int | None:
 class ExpertLayers(FieldGroup):
     """Layers with experts, behind dense ones, and sizes of experts."""
 
-    def __init__(self, first: int, size: int, shared: int) -> None:
-        self.first, self.size, self.shared = first, size, shared
-
     def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=kinds.SIZE)
-        first = take("first_k_dense_replace", self.first, kind=kinds.INTEGER)
+        first = take("first_k_dense_replace", PUBLISHED, kind=kinds.INTEGER)
         kinds.check_supported("first_k_dense_replace", first, first >= 0, ", it is below 0")
-        size = take("moe_intermediate_size", self.size, kind=kinds.SIZE)
-        number = take("n_shared_experts", self.shared, kind=kinds.SIZE)
+        size = take("moe_intermediate_size", PUBLISHED, kind=kinds.SIZE)
+        number = take("n_shared_experts", PUBLISHED, kind=kinds.SIZE)
         return {
             "experts.dense_layers": tuple(range(min(first, count))),
             "experts.dim": size,
@@ -273,9 +270,11 @@ def mlp(up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Tensors:
     )
 
 
-def gated_mlp(gate: str = "mlp.gate_proj") -> Tensors:
+def gated_mlp(
+    gate: str = "mlp.gate_proj", up: str = "mlp.up_proj", down: str = "mlp.down_proj"
+) -> Tensors:
     """Describes a gated MLP."""
-    return (*linear(gate, to="mlp.gate", inputs="embed", outputs="mlp"), *mlp())
+    return (*linear(gate, to="mlp.gate", inputs="embed", outputs="mlp"), *mlp(up, down))
 
 
 def fused_gated_mlp(name: str = "mlp.gate_up_proj") -> Tensors:
