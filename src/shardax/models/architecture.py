@@ -263,14 +263,16 @@ def _relevant(config: Any) -> dict[str, Any]:
     """Returns the fields of a config with meaning for its results."""
     if isinstance(config, TransformerConfig):
         return _relevant_of_layers(config)
-    own = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
+
+    values, parts = dict[str, Any](), names_of_parts(config)
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        if name in parts:
+            values |= {f"{name}.{path}": x for path, x in _relevant(value).items()}
+        elif name not in _SETTINGS:
+            values[name] = value
     if isinstance(config, ConvNeXtConfig) and config.head is None:
-        del own["num_classes"]
-    values = dict[str, Any]()
-    for name, value in own.items():
-        is_part = isinstance(value, TransformerConfig)
-        of_part = {f"{name}.{key}": x for key, x in _relevant(value).items()} if is_part else {}
-        values |= of_part if is_part else {name: value}
+        del values["num_classes"]
     return values
 
 
@@ -281,6 +283,8 @@ def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
     local = tuple(map(attention.is_local, layers))
     mixed = tuple(config.kind_of(index)[1] for index in layers)
     rotated = tuple(map(attention.has_rope, layers))
+    recurrent = tuple(map(config.is_recurrent, layers))
+
     # Which layers have a part, instead of how a config says so.
     for path in ("attention.window", "attention.local_layers", "attention.rope_layers"):
         values.pop(path)
@@ -289,9 +293,11 @@ def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
     values["rotated_layers"] = rotated
     values["windows"] = tuple(attention.window if is_local else None for is_local in local)
     values["experts"] = mixed
-    values["recurrent_layers"] = tuple(map(config.is_recurrent, layers))
+    values["recurrent_layers"] = recurrent
+
+    # What no layer has.
     values["attention.chunked"] = attention.chunked and any(local)
-    if not any(values["recurrent_layers"]):
+    if not any(recurrent):
         values["recurrence.mixer"] = None
     if not any(rotated):
         values["attention.rope"] = None
@@ -299,6 +305,8 @@ def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
         values.pop("attention.local_rope")
     for path in _unread(config, any(mixed), all(mixed), all(rotated)):
         values.pop(path, None)
+
+    # What is said as the default too.
     if config.output.activation == config.activation:
         values["output.activation"] = None
     if attention.scale == attention.head_dim**-0.5 and "attention.scale" in values:

@@ -8,7 +8,7 @@ fields and defaults, ``modeling_*.py`` for tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardax.models import kinds
@@ -40,6 +40,27 @@ def _mixer_of(config: TransformerConfig) -> MixerConfig | None:
     return None if config.recurrence is None else config.recurrence.mixer
 
 
+def _options_of_mixer(take: Taker, names: Mapping[str, str]) -> dict[str, Any]:
+    """Reads sizes and switches of a mixer, by their names in its config and in ``config.json``."""
+    return {
+        name: take(field, PUBLISHED, kind=kinds.BOOLEAN if name.endswith("bias") else kinds.SIZE)
+        for name, field in names.items()
+    }
+
+
+def _convolution(name: str, channels: Mapping[str, Sequence[str]]) -> list[Tensor]:
+    """Describes the kernels of one convolution, by the axes of the arrays that it runs over."""
+    return [
+        Tensor(
+            f"{name}.weight",
+            f"mixer.convolution.{array}_kernel",
+            (concatenated(*axes), part(0, of=1), "time"),
+            ("time", *axes),
+        )
+        for array, axes in channels.items()
+    ]
+
+
 class MixerLayers(FieldGroup):
     """A mixer of some layers, and the layers that have it.
 
@@ -55,10 +76,7 @@ class MixerLayers(FieldGroup):
 
     def read_layers(self, take: Taker, is_recurrent: Callable[[int], bool]) -> Mapping[str, Any]:
         """Reads the layers, and returns the fields of ``TransformerConfig``."""
-        options = {
-            name: take(field, PUBLISHED, kind=kinds.BOOLEAN if name == "use_bias" else kinds.SIZE)
-            for name, field in self.names.items()
-        }
+        options = _options_of_mixer(take, self.names)
         chosen = shared.read_layer_types(take, (self.kind, "full_attention"), is_recurrent)
         if not any(chosen):
             return {}
@@ -190,21 +208,15 @@ class StateSpace(FieldGroup):
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         heads, size = self.read_heads(take)
-        options = {
-            name: take(
-                field, PUBLISHED, kind=kinds.BOOLEAN if name.endswith("bias") else kinds.SIZE
-            )
-            for name, field in self.names.items()
-        }
+        options = _options_of_mixer(take, self.names)
         activation = take("hidden_act", PUBLISHED, kind=kinds.TEXT)
         options["step_limits"] = _limits(take("time_step_limit", [0.0, math.inf]))
         options["activation"] = kinds.known_activation("hidden_act", activation)
         if heads % options["num_groups"]:
             groups = f"{self.names['num_groups']}={options['num_groups']}"
             raise PretrainedError(f"{groups} does not divide num_heads={heads}")
-        return {
-            "recurrence.mixer": StateSpaceConfig(heads, size, **options, **self.read_more(take))
-        }
+        options |= self.read_more(take)
+        return {"recurrence.mixer": StateSpaceConfig(heads, size, **options)}
 
     def read_heads(self, take: Taker) -> tuple[int, int]:
         """Reads number and size of heads."""
@@ -269,22 +281,13 @@ def _state_space(mixer: str) -> Tensors:
         for name, axes in outputs.items()
     ]
     channels = {name: outputs[name] for name in ("value", "write", "read")}
-    kernels = [
-        Tensor(
-            f"{mixer}.conv1d.weight",
-            f"mixer.convolution.{name}_kernel",
-            (concatenated(*axes), part(0, of=1), "time"),
-            ("time", *axes),
-        )
-        for name, axes in channels.items()
-    ]
     biases = [
         Tensor(f"{mixer}.conv1d.bias", f"mixer.convolution.{name}_bias", (concatenated(*axes),))
         for name, axes in channels.items()
     ]
     return (
         *(tensor for pair in zip(*pairs, strict=True) for tensor in pair),
-        *kernels,
+        *_convolution(f"{mixer}.conv1d", channels),
         *biases,
         Tensor(f"{mixer}.dt_bias", "mixer.step_bias", ("heads",)),
         Tensor(f"{mixer}.A_log", "mixer.decay_log", ("heads",)),
@@ -320,12 +323,8 @@ MAMBA2 = Family(
     harmless=(
         *("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max"),
         *("time_step_min", "time_step_rank", "time_step_init_scheme", "time_step_scale"),
-        *(
-            "norm_before_gate",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        ),  # which its modeling file does not read
+        # Which its modeling file does not read.
+        *("norm_before_gate", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     ),
     neutral={"rms_norm": (True,)},
     prefix="backbone.",
@@ -502,19 +501,10 @@ def _delta_rule() -> Tensors:
         for index, name in enumerate(("beta", "step"))
     ]
     channels = {"query": _DELTA_KEYS, "key": _DELTA_KEYS, "value": _DELTA_VALUES}
-    kernels = [
-        Tensor(
-            "linear_attn.conv1d.weight",
-            f"mixer.convolution.{name}_kernel",
-            (concatenated(*axes), part(0, of=1), "time"),
-            ("time", *axes),
-        )
-        for name, axes in channels.items()
-    ]
     return (
         *wide,
         *narrow,
-        *kernels,
+        *_convolution("linear_attn.conv1d", channels),
         Tensor("linear_attn.dt_bias", "mixer.step_bias", (("heads", "values"),)),
         Tensor("linear_attn.A_log", "mixer.decay_log", (("heads", "values"),)),
         Tensor("linear_attn.norm.weight", "mixer.norm.scale", ("value_dim",)),
