@@ -167,7 +167,7 @@ class FieldGroup:
         older: Other names for the same, which ``back`` does without.
     """
 
-    older: ClassVar[Sequence[str]] = ()
+    older: Sequence[str] = ()
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         """Returns the fields of a config that they set, by path."""
@@ -411,15 +411,16 @@ class Reading:
         """Returns the config that it says, or raises with all problems."""
         family = self.family
         of_head = self._of_architecture()
-        of_fields = {}
+        of_fields: dict[str, Any] = {}
         for name, field in family.fields.items():
             of_fields |= self._of_field(name, field)
 
         # Before groups make a tuple for each layer, and of both halves one by one.
         values: dict[str, Any] = {**family.fixed, **of_head, **of_fields}
         self._check_counts(values)
-        if parts := family.read_parts(self):  # the head is that of one of them
-            values = {**family.fixed, **of_fields, **parts}
+        parts: dict[str, Any] = dict(family.read_parts(self))
+        if parts:  # the head is that of one of them
+            values = parts | of_fields | dict(family.fixed)
 
         is_all_read = True
         for group in family.groups:

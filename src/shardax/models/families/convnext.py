@@ -23,7 +23,7 @@ from shardax.models.tensors import Tensor, Tensors, linear, norm, part
 class StageSizes(FieldGroup):
     """The width and depth of each stage."""
 
-    older: ClassVar = BackboneStages.older  # one for each stage, which are made anew
+    older = BackboneStages.older  # one for each stage, which are made anew
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         widths = take("hidden_sizes", PUBLISHED, kind=kinds.INTEGERS)

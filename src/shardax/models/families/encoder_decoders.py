@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
@@ -236,7 +236,7 @@ class RootScale(FieldGroup):
 class EncoderLayers(FieldGroup):
     """The number of layers of the encoder, which files may have twice."""
 
-    older: ClassVar = ("num_hidden_layers",)
+    older = ("num_hidden_layers",)
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("encoder_layers", kind=kinds.SIZE)

@@ -487,7 +487,7 @@ class BackboneStages(FieldGroup):
     """Names of stages, of interest to backbones alone."""
 
     # There is a name for each layer; transformers makes them anew, and refuses other ones.
-    older: ClassVar = ("out_features", "out_indices", "stage_names")
+    older = ("out_features", "out_indices", "stage_names")
 
     def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         return {"num_hidden_layers": config.num_layers}
@@ -504,8 +504,8 @@ class MlpRatio(FieldGroup):
     def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         if config.mlp is None:
             return {}
-        ratio = config.mlp.dim / config.embed_dim
-        return {"mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
+        ratio, remainder = divmod(config.mlp.dim, config.embed_dim)
+        return {"mlp_ratio": config.mlp.dim / config.embed_dim if remainder else ratio}
 
 
 # What attention and MLP add is scaled. The head reads the first position and the mean of patches.

@@ -95,7 +95,7 @@ class MixerLayers(FieldGroup):
 class ConvolutionLayers(MixerLayers):
     """Short convolutions, and the layers that have them."""
 
-    older: ClassVar = ("full_attn_idxs",)
+    older = ("full_attn_idxs",)
     kind: ClassVar = "conv"
     mixer_class: ClassVar = ShortConvolutionConfig
     names: ClassVar = {"size": "conv_L_cache", "use_bias": "conv_bias"}
@@ -108,7 +108,7 @@ class ConvolutionLayers(MixerLayers):
 class AdjustedMLP(FieldGroup):
     """The size of the MLP, two thirds of a field rounded up."""
 
-    older: ClassVar = ("block_ff_dim",)
+    older = ("block_ff_dim",)
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         size = take("intermediate_size", kind=kinds.SIZE)
@@ -132,7 +132,7 @@ class AdjustedMLP(FieldGroup):
 class TiedHead(FieldGroup):
     """The older name of ``tie_word_embeddings``, which goes before it."""
 
-    older: ClassVar = ("tie_embedding",)
+    older = ("tie_embedding",)
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         tied = take("tie_embedding", None, kind=kinds.BOOLEAN.or_null)
@@ -453,7 +453,7 @@ FALCON_H1 = Family(
 class DeltaLayers(MixerLayers):
     """The gated delta rule, and its layers."""
 
-    older: ClassVar = ("full_attention_interval",)
+    older = ("full_attention_interval",)
     kind: ClassVar = "linear_attention"
     mixer_class: ClassVar = GatedDeltaConfig
     names: ClassVar = {

@@ -8,7 +8,7 @@ fields and defaults, ``modeling_*.py`` for tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
@@ -55,7 +55,7 @@ class LowerWindows(SwitchedWindows):
 class SparseLayers(FieldGroup):
     """The number of experts, and the layers that have an MLP instead."""
 
-    older: ClassVar = ("num_local_experts",)
+    older = ("num_local_experts",)
 
     def to(self, take: Taker) -> Mapping[str, Any]:
         step = take("decoder_sparse_step", PUBLISHED, kind=kinds.SIZE)

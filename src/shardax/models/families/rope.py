@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
@@ -139,7 +139,7 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
 class Rotary(FieldGroup):
     """One rotary embedding for all layers."""
 
-    older: ClassVar = OLDER_ROPE_FIELDS
+    older = OLDER_ROPE_FIELDS
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Rotary(FieldGroup):
 class RotaryByLayerType(FieldGroup):
     """Rotary embeddings of layers with a window and without."""
 
-    older: ClassVar = OLDER_ROPE_FIELDS
+    older = OLDER_ROPE_FIELDS
 
     def __init__(
         self, full: tuple[str, float], sliding: tuple[str, float], *, is_scaled: bool = True

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from shardax.models import kinds
 from shardax.models.config.paths import read_field
@@ -67,7 +67,7 @@ def causal_lm(name: str) -> dict[str, dict[str, Any]]:
 class Labels(FieldGroup):
     """The number of classes, by their names."""
 
-    older: ClassVar = ("num_labels",)
+    older = ("num_labels",)
 
     def __init__(self, path: str = "output.num_classes") -> None:
         self.path = path
