@@ -352,6 +352,7 @@ def _unread(
         "pool.end_token": config.pool.kind != "end",
         "pool.activation pool.dim": not config.pool.dense,
     }
+
     for paths, is_unread in unread.items():
         yield from paths.split() if is_unread else ()
 

@@ -558,6 +558,7 @@ class Reading:
         ]
         if len(names) == 1 and names[0] in architectures:
             return architectures[names[0]]
+
         self.note(
             f"architectures={brief(names)} is not supported, only one of {', '.join(architectures)}"
         )

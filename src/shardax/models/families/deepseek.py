@@ -100,6 +100,7 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
     if wrong or unknown or (scales and rope.kind != "yarn"):
         listed = ", ".join([*wrong, *unknown]) or ", ".join(scales)
         raise PretrainedError(f"rope_type={rope.kind!r} with {listed} is not supported")
+
     every = scales.get("mscale_all_dim")
     if every is None:
         return {"attention.rope": rope}
@@ -107,6 +108,8 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
         0.1 * scale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
         for scale in (every, scales.get("mscale", 0))
     )
+
+    # The rotated part has a factor of its own, beside that of all scores.
     if rope.attention_factor is None and "mscale" in scales:
         rope = replace(rope, attention_factor=one / both)
     return {"attention.rope": rope, "attention.scale": head_dim**-0.5 * both * both}

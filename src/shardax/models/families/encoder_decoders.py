@@ -178,6 +178,8 @@ def _t5_layers(stack: str, cross: Tensors, mlp: int) -> Tensors:
         linear(f"{layer}.wo", to="mlp.down", inputs="mlp", outputs="embed"),
         norm(f"layer.{mlp}.layer_norm", to="mlp_norm"),
     )
+
+    # The first layer holds the distances of all.
     distances = f"{stack}.block.0.{attn}.relative_attention_bias"
     return _half(
         stack,

@@ -276,10 +276,13 @@ def _state_space(mixer: str) -> Tensors:
         "read": ("groups", "state"),
         "step": ("heads",),
     }
+
+    # The arrays stand behind one another, in this order.
     pairs = [
         linear(f"{mixer}.in_proj", f"mixer.{name}", "embed", concatenated(*axes))
         for name, axes in outputs.items()
     ]
+
     channels = {name: outputs[name] for name in ("value", "write", "read")}
     biases = [
         Tensor(f"{mixer}.conv1d.bias", f"mixer.convolution.{name}_bias", (concatenated(*axes),))
@@ -482,6 +485,8 @@ def _delta_rule() -> Tensors:
     """Describes the mixer, its projections head by head."""
     outputs = {"query": "head_dim", "key": "head_dim", "value": "values value_dim"}
     outputs["gate"] = outputs["value"]
+
+    # For each head anew.
     wide = [
         linear(
             "linear_attn.in_proj_qkvz",
@@ -500,6 +505,7 @@ def _delta_rule() -> Tensors:
         )[0]
         for index, name in enumerate(("beta", "step"))
     ]
+
     channels = {"query": _DELTA_KEYS, "key": _DELTA_KEYS, "value": _DELTA_VALUES}
     return (
         *wide,

@@ -126,6 +126,7 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
             f"lacks {', '.join(missing) or 'nothing'}. The parts of a family are "
             f"{', '.join(parts_of_family)}, derive; with like='llama' those left out are llama's."
         )
+
     if "fields" in parts:
         parts["fields"] = {
             name: Field(*targets.split(), default=REQUIRED) if isinstance(targets, str) else targets
@@ -134,6 +135,7 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
     derive = parts.pop("derive", None)
     if derive is not None:  # in the place of what the type that it is like reads together
         parts["groups"] = [*parts.get("groups", ()), DerivedFields(derive)]
+
     if base is not None:
         for name, value in parts.items():
             base_part = getattr(base, name)
@@ -143,6 +145,8 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
                 parts[name] = (*base_part, *value)
     family = Family(**parts) if base is None else dataclasses.replace(base, **parts)
     FAMILIES[model_type] = family
+
+    # Pairs have an encoder of this type.
     for name, pair in FAMILIES.items():
         if isinstance(pair, DualFamily):
             FAMILIES[name] = pair.with_tower(model_type, family)

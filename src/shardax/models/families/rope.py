@@ -22,18 +22,24 @@ OLDER_ROPE_FIELDS = (
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "original_max_position_embeddings",
-        "truncate",
-    ),
+# Fields of a rotary embedding by its kind, and what ``Rope`` calls them.
+_ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+        "original_max_position_embeddings": "length",
+    },
+    "yarn": {
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+        "beta_fast": "high",
+        "beta_slow": "low",
+        "original_max_position_embeddings": "length",
+        "truncate": "truncate",
+    },
 }
 
 
@@ -60,27 +66,27 @@ def read_rope(
                 f"rope_theta={theta!r} stands beside a table with rope_theta="
                 f"{table['rope_theta']!r}, which transformers takes: leave one of them out"
             )
+
     left = {name: value for name, value in table.items() if value is not None}
     kind = left.pop("rope_type", left.get("type", "default"))
     left.pop("type", None)
     limits = f", only one of {', '.join(types)}"
     kinds.check_supported("rope_type", kind, kind in tuple(types), limits)
-    names = _ROPE_FIELDS[kind]
-    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
-        left["original_max_position_embeddings"] = take(
-            "max_position_embeddings", PUBLISHED, kind=kinds.INTEGER
-        )
-    numbers = {"rope_theta": base, "partial_rotary_factor": fraction}
-    numbers |= {"beta_slow": 1.0, "beta_fast": 32.0} if kind == "yarn" else {}
-    numbers |= {
-        name: left.pop(name)
-        for name in ("rope_theta", "partial_rotary_factor", *names)
-        if name in left
-    }
+
+    # What the table leaves out is what it is by default in transformers.
+    names = {"rope_theta": "base", "partial_rotary_factor": "fraction", **_ROPE_FIELDS[kind]}
+    numbers: dict[str, Any] = {"rope_theta": base, "partial_rotary_factor": fraction}
+    if kind == "yarn":
+        numbers |= {"beta_slow": 1.0, "beta_fast": 32.0}
+    length = "original_max_position_embeddings"
+    if length in names and length not in left:
+        left[length] = take("max_position_embeddings", PUBLISHED, kind=kinds.INTEGER)
+    numbers |= {name: left.pop(name) for name in names if name in left}
+
     wrong = [f"{name}={brief(value)} is unknown" for name, value in left.items()]
-    absent = {"factor", "low_freq_factor", "high_freq_factor"} & set(names) - set(numbers)
+    absent = {"factor", "low_freq_factor", "high_freq_factor"} & names.keys() - numbers.keys()
     wrong += [f"{name} is missing" for name in sorted(absent)]
-    truncate: Any = numbers.pop("truncate", True)
+    truncate = numbers.pop("truncate", True)
     if not isinstance(truncate, bool):
         wrong.append(f"truncate={brief(truncate)} is not true or false")
     for name, value in numbers.items():
@@ -90,16 +96,8 @@ def read_rope(
         wrong = _rope_problems(kind, numbers)
     if wrong:
         raise PretrainedError(f"the rotary embedding of rope_type={kind!r}: {', '.join(wrong)}")
-    fields = {
-        "rope_theta": "base",
-        "partial_rotary_factor": "fraction",
-        "low_freq_factor": "low",
-        "high_freq_factor": "high",
-        "beta_slow": "low",
-        "beta_fast": "high",
-        "original_max_position_embeddings": "length",
-    }
-    options: dict[str, Any] = {fields.get(name, name): v for name, v in numbers.items()}
+
+    options = {names[name]: number for name, number in numbers.items()}
     options |= {"base": float(options["base"]), "fraction": float(options["fraction"])}
     return Rope(kind=kind, truncate=truncate, **options)
 
@@ -118,22 +116,11 @@ def _rope_problems(kind: str, numbers: Mapping[str, Any]) -> list[str]:
 
 def rope_fields(rope: Rope) -> dict[str, Any]:
     """Returns the ``rope_parameters`` of a rotary embedding."""
-    fields = {
-        "factor": rope.factor,
-        "low_freq_factor": rope.low,
-        "high_freq_factor": rope.high,
-        "beta_slow": rope.low,
-        "beta_fast": rope.high,
-        "original_max_position_embeddings": rope.length,
-        "attention_factor": rope.attention_factor,
-        "truncate": rope.truncate,
-    }
-    return {
-        "rope_type": rope.kind,
-        "rope_theta": rope.base,
-        **({} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}),
-        **{name: fields[name] for name in _ROPE_FIELDS[rope.kind] if fields[name] is not None},
-    }
+    fields: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
+    if rope.fraction != 1:
+        fields["partial_rotary_factor"] = rope.fraction
+    values = {name: getattr(rope, key) for name, key in _ROPE_FIELDS[rope.kind].items()}
+    return fields | {name: value for name, value in values.items() if value is not None}
 
 
 class Rotary(FieldGroup):
