@@ -3,8 +3,10 @@
 
 The fields are those of its base class of configs, and those of its configs of generation, which it
 wrote into the same file before they had one of their own. They are read off the sources of several
-versions, as files of all of them are in use: nothing of ``transformers`` is imported. To write the
-table anew, with wheels that ``pip download --no-deps transformers==VERSION`` fetches::
+versions, as files of all of them are in use: nothing of ``transformers`` is imported. Beside them
+stand the defaults that each known type of models has in the last of these versions. To write the
+table anew, with wheels that ``pip download --no-deps transformers==VERSION`` fetches, the newest
+one last::
 
     python -m tests.models.common_fields WHEEL... > src/shardax/models/config/common_fields.json
 """
@@ -13,12 +15,16 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
+from shardax.models.families.registry import FAMILIES
+
+CONFIG_OF_TYPE = re.compile(r"transformers/models/\w+/configuration_\w+\.py")
 CONFIGS, GENERATION = "configuration_utils.py", "generation/configuration_utils.py"
 NAMES = ("PretrainedConfig", "PreTrainedConfig")
 
@@ -93,6 +99,33 @@ def generation_fields(source: str) -> list[str]:
     return [name for function in functions for name, _ in taken_keywords(function)]
 
 
+def computed(default: ast.expr) -> Any:
+    """Returns the value of a default, None for one that is no literal of JSON."""
+    # A default that is checked: interval(min=0.0, max=1.0)(default=0.02).
+    if isinstance(default, ast.Call) and default.keywords and default.keywords[0].arg == "default":
+        return computed(default.keywords[0].value)
+    if isinstance(default, ast.BinOp) and isinstance(default.op, ast.Mult):
+        return computed(default.left) * computed(default.right)
+    try:
+        return ast.literal_eval(default)
+    except ValueError:
+        return None
+
+
+def defaults_of_types(sources: Iterable[str], types: Set[str]) -> dict[str, dict[str, Any]]:
+    """Returns the defaults of the configs of these types, but for those that are null."""
+    defaults: dict[str, dict[str, Any]] = {}
+    classes = [node for source in sources for node in ast.parse(source).body]
+    for node in classes:
+        body = node.body if isinstance(node, ast.ClassDef) else []
+        kinds = [x.value for x in body if ast.unparse(x).startswith("model_type = ")]
+        kind = ast.literal_eval(kinds[0]) if kinds else None
+        if kind in types:
+            values = {name: default and computed(default) for name, default in declared(body)}
+            defaults[kind] = {name: x for name, x in values.items() if x is not None}
+    return dict(sorted(defaults.items()))
+
+
 def table(wheels: list[Path]) -> dict[str, Any]:
     """Returns the table of several versions."""
     fields: dict[str, list[Any]] = {}
@@ -110,10 +143,15 @@ def table(wheels: list[Path]) -> dict[str, Any]:
             if default not in defaults:
                 defaults.append(default)
         generation |= {*generation_fields(sources.get(GENERATION, ""))}
+
+    with zipfile.ZipFile(wheels[-1]) as archive:
+        names = [name for name in archive.namelist() if CONFIG_OF_TYPE.fullmatch(name)]
+        of_types = [archive.read(name).decode() for name in names]
     return {
         "transformers": versions,
         "fields": dict(sorted(fields.items())),
         "generation": sorted(generation - {*fields}),
+        "types": defaults_of_types(of_types, {*FAMILIES}),
     }
 
 

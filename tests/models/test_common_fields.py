@@ -15,6 +15,10 @@ import shardax as sx
 from shardax import models
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
+from shardax.models.config import common_fields
+from shardax.models.families import shared
+from shardax.models.families.registry import FAMILIES
+from tests.models.common_fields import defaults_of_types
 from tests.needs import needs
 
 # Defaults in transformers, from version 2 to 5, of what it has written into files of any type.
@@ -163,6 +167,30 @@ def test_fields_of_another_model_are_refused_by_name(name: str, value: Any, tmp_
     write(tmp_path / "model", {**content, name: value})
     with pytest.raises(PretrainedError, match=f"{name}=.* is not supported"):
         from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [("router_jitter_noise", 0.0, 0.1), ("pretraining_tp", 1, 2), ("sliding_window", None, 4)],
+)
+def test_unread_field_must_have_the_default_of_its_type(
+    name: str, default: Any, other: Any
+) -> None:
+    family = FAMILIES["mixtral"] if name == "router_jitter_noise" else FAMILIES["llama"]
+    sizes = {**dict.fromkeys(shared.SIZES, 16), "num_attention_heads": 8}
+    family.config({**sizes, name: default}, "config.json")
+    with pytest.raises(PretrainedError, match=f"{name}={other} is not supported, only {default}"):
+        family.config({**sizes, name: other}, "config.json")
+
+
+@needs("transformers")
+def test_defaults_of_types_are_those_of_transformers() -> None:
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    sources = [path.read_text() for path in folder.glob("*/configuration_*.py")]
+    defaults = json.loads(json.dumps(defaults_of_types(sources, {*FAMILIES})))
+    assert defaults == common_fields.DEFAULTS
 
 
 @needs("transformers")

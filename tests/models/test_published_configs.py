@@ -656,6 +656,7 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "granite", "residual_multiplier": None}, "is not a number"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "is not supported for 2 layers"),
         ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 2}, "is not supported"),
+        ({"model_type": "smollm3", "layer_types": True}, "layer_types=True is not a list of texts"),
         ({"model_type": "olmo3", "sliding_window": None}, "sliding_window=None is not an integer"),
         ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "only tables"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0 is not supported, only None"),

@@ -35,23 +35,21 @@ from shardax.models.comparison import (
     refusal,
     refuse_any,
 )
-from shardax.models.config.paths import read_field, read_fields, replace_fields
+from shardax.models.config.paths import is_unsaid, read_field, read_fields, replace_fields
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
-from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
-from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
-from shardax.models.families import registry
-from shardax.models.family import (
-    ConfigEdit,
-    DualFamily,
-    EncoderDecoderFamily,
-    Family,
-    kind_of_target,
+from shardax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from shardax.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    ModelConfig,
+    build_model,
+    names_of_parts,
 )
-from shardax.models.kinds import ACTIVATION_FIELDS, PretrainedError, brief, published_activation
+from shardax.models.families import registry
+from shardax.models.family import DualFamily, EncoderDecoderFamily, Family
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.transformer import Transformer
-
-ModelConfig = TransformerConfig | DualEncoderConfig | EncoderDecoderConfig | ConvNeXtConfig
 
 # The class of the config of each class of models.
 _CONFIGS: Mapping[type, type] = {
@@ -170,8 +168,7 @@ def _config_of(model: object, config: ModelConfig | None) -> ModelConfig:
 
 def _check_parts(model: object) -> None:
     """Raises for parts whose own configs, which their calls read, are not those of the model."""
-    names = {DualEncoder: TOWERS, EncoderDecoder: HALVES}
-    for name in next((names[kind] for kind in names if isinstance(model, kind)), ()):
+    for name in names_of_parts(model):
         part, expected = getattr(model, name), getattr(getattr(model, "config", None), name, None)
         if not isinstance(part, Transformer) or not isinstance(expected, TransformerConfig):
             continue
@@ -187,9 +184,10 @@ def _check_read_by_calls(model: Any, config: ModelConfig) -> None:
     Layers hold what they compute by, and are compared with those that the config builds. Calls read
     the fields of ``_READ_BY_CALLS`` in ``model.config``, so that layers say nothing of them.
     """
-    names = {DualEncoder: TOWERS, EncoderDecoder: HALVES}
-    parts = next((names[kind] for kind in names if isinstance(model, kind)), ())
-    pairs = [(f".{name}", getattr(model, name, None), getattr(config, name)) for name in parts]
+    parts = [
+        (f".{name}", getattr(model, name, None), getattr(config, name))
+        for name in names_of_parts(model)
+    ]
 
     # Generation begins texts with it.
     start = getattr(getattr(model, "config", None), "start_token", None)
@@ -197,7 +195,7 @@ def _check_read_by_calls(model: Any, config: ModelConfig) -> None:
         problem = f"model.config has start_token={start!r}, but config= has {config.start_token!r}"
         raise refusal([problem], " Set it where calls read it: model.config = config.")
 
-    for place, part, given in pairs or [("", model, config)]:
+    for place, part, given in parts or [("", model, config)]:
         own = getattr(part, "config", None)
         own = getattr(own, "transformer", own)  # of a DecoderConfig
         if not isinstance(own, TransformerConfig) or not isinstance(given, TransformerConfig):
@@ -231,12 +229,10 @@ def _content_of(config: ModelConfig) -> dict[str, Any]:
 
 def _plain(config: ModelConfig) -> ModelConfig:
     """Returns a config of layers in a list, without settings of training."""
-    if isinstance(config, DualEncoderConfig):
-        return replace(config, **{name: _plain(getattr(config, name)) for name in TOWERS})
-    if isinstance(config, EncoderDecoderConfig):
-        return replace(config, **{name: _plain(getattr(config, name)) for name in HALVES})
     if isinstance(config, ConvNeXtConfig):
         return config
+    if parts := names_of_parts(config):
+        return replace(config, **{name: _plain(getattr(config, name)) for name in parts})
 
     plain = {"scan_layers": False, "remat": None, "experts.dispatch": "dropless"}
     rates = dict.fromkeys(("dropout", "attention.dropout", "embedding.dropout"), 0.0)
@@ -267,14 +263,16 @@ def _relevant(config: Any) -> dict[str, Any]:
     """Returns the fields of a config with meaning for its results."""
     if isinstance(config, TransformerConfig):
         return _relevant_of_layers(config)
-    own = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
+
+    values, parts = dict[str, Any](), names_of_parts(config)
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        if name in parts:
+            values |= {f"{name}.{path}": x for path, x in _relevant(value).items()}
+        elif name not in _SETTINGS:
+            values[name] = value
     if isinstance(config, ConvNeXtConfig) and config.head is None:
-        del own["num_classes"]
-    values = dict[str, Any]()
-    for name, value in own.items():
-        is_part = isinstance(value, TransformerConfig)
-        of_part = {f"{name}.{key}": x for key, x in _relevant(value).items()} if is_part else {}
-        values |= of_part if is_part else {name: value}
+        del values["num_classes"]
     return values
 
 
@@ -285,6 +283,8 @@ def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
     local = tuple(map(attention.is_local, layers))
     mixed = tuple(config.kind_of(index)[1] for index in layers)
     rotated = tuple(map(attention.has_rope, layers))
+    recurrent = tuple(map(config.is_recurrent, layers))
+
     # Which layers have a part, instead of how a config says so.
     for path in ("attention.window", "attention.local_layers", "attention.rope_layers"):
         values.pop(path)
@@ -293,9 +293,11 @@ def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
     values["rotated_layers"] = rotated
     values["windows"] = tuple(attention.window if is_local else None for is_local in local)
     values["experts"] = mixed
-    values["recurrent_layers"] = tuple(map(config.is_recurrent, layers))
+    values["recurrent_layers"] = recurrent
+
+    # What no layer has.
     values["attention.chunked"] = attention.chunked and any(local)
-    if not any(values["recurrent_layers"]):
+    if not any(recurrent):
         values["recurrence.mixer"] = None
     if not any(rotated):
         values["attention.rope"] = None
@@ -303,6 +305,8 @@ def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
         values.pop("attention.local_rope")
     for path in _unread(config, any(mixed), all(mixed), all(rotated)):
         values.pop(path, None)
+
+    # What is said as the default too.
     if config.output.activation == config.activation:
         values["output.activation"] = None
     if attention.scale == attention.head_dim**-0.5 and "attention.scale" in values:
@@ -348,6 +352,7 @@ def _unread(
         "pool.end_token": config.pool.kind != "end",
         "pool.activation pool.dim": not config.pool.dense,
     }
+
     for paths, is_unread in unread.items():
         yield from paths.split() if is_unread else ()
 
@@ -399,59 +404,58 @@ def _edited_pair(
     family: DualFamily, content: dict[str, Any], config: DualEncoderConfig
 ) -> dict[str, Any]:
     """Returns the ``config.json`` of a pair, each tower's table changed like one of its own."""
-    before = family.config(content, "config.json").projection_dim
-    content = dict(content)
+    written = _fields_written(family, content, family.config(content, "config.json"), config)
     for name, tower in family.towers.items():
         table = tower.content(content)
-        written = _edited(tower.family, table, table, getattr(config, name))
-        if written != table:
-            content[tower.field] = written
-            content.pop(tower.older_field, None)
-
-    if config.projection_dim != before:
-        content["projection_dim"] = config.projection_dim
-    return content
+        edited = _edited(tower.family, table, table, getattr(config, name))
+        if edited != table:
+            written[tower.field] = edited
+            written.pop(tower.older_field, None)
+    return written
 
 
 def _edited_halves(
     family: EncoderDecoderFamily, content: dict[str, Any], config: EncoderDecoderConfig
 ) -> dict[str, Any]:
     """Returns the ``config.json`` of an encoder-decoder, whose halves have one table of fields."""
-    source = content
+    written = _fields_written(family, content, family.config(content, "config.json"), config)
     for name, half in family.halves.items():
-        content = _edited(half, content, source, getattr(config, name))
-
-    if config.start_token != content.get("decoder_start_token_id"):
-        content = {**content, "decoder_start_token_id": config.start_token}
-    return content
+        written = _edited(half, written, content, getattr(config, name))
+    return written
 
 
 def _written(family: Family, content: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Returns a ``config.json``, changed to a config."""
     # Fields that cannot say it stay as they are: callers read the result back and compare.
-    edit = ConfigEdit(family, dict(content), config, family.config(content, "config.json"))
-    for name, field in family.fields.items():
-        for target in filter(edit.changes, field.targets):
-            value = _published_value(config, target, edit.value(target))
-
-            # What this config does not use may be no value of the field.
-            if kind_of_target(family.config_class, target).problem(name, value) is None:
-                edit.content[name] = value
-
-    architecture = _architecture(family, config, edit.content)
+    read = family.config(content, "config.json")
+    written = _fields_written(family, content, read, config)
+    architecture = _architecture(family, config, written)
     if architecture != (content.get("architectures") or list(family.architectures))[0]:
-        edit.content["architectures"] = [architecture]
+        written["architectures"] = [architecture]
 
+    # A group is written whole: one of its fields may have another meaning beside the others.
     for group in family.groups:
-        group.write(edit)
-    return edit.content
+        fields_of_group = group.back(config)
+        if fields_of_group != group.back(read):
+            for name in group.older:
+                written.pop(name, None)
+            written |= fields_of_group
+    return written
 
 
-def _published_value(config: Any, target: str, value: Any) -> Any:
-    """Returns the value in ``config.json`` of a field of the config, by path."""
-    return (
-        published_activation(value or config.activation) if target in ACTIVATION_FIELDS else value
-    )
+def _fields_written(
+    family: Family, content: Mapping[str, Any], read: Any, config: Any
+) -> dict[str, Any]:
+    """Returns a ``config.json``, with the fields changed in which a config differs from it."""
+    written = dict(content)
+    for name, field in family.fields.items():
+        for target in field.targets:
+            # Where a part is absent, the field that says so tells it, and its others stay.
+            value = field.back(config, target)
+            is_said = not is_unsaid(config, target) and value != field.back(read, target)
+            if is_said and field.fits(family.config_class, value):
+                written[name] = value
+    return written
 
 
 def _architecture(family: Family, config: Any, content: Mapping[str, Any]) -> str:
@@ -505,11 +509,14 @@ def _describe_new(config: ModelConfig) -> tuple[dict[str, Any], Family, Any]:
         family = registry.FAMILIES[kind]
         if not isinstance(config, family.config_class):
             continue
+        if family.has_parts is not None and not family.has_parts(config):
+            continue
+
         try:
             content = _new_content(kind, family, config)
             read = family.config(content, "config.json")
         except PretrainedError as error:
-            if any(group.begin(config) for group in family.groups):  # of its own parts
+            if family.has_parts is not None:
                 reasons.append(f"a {kind}'s {error}")
             continue
 
@@ -549,22 +556,19 @@ def _new_content(kind: str, family: Family, config: Any) -> dict[str, Any]:
         "dtype": config.param_dtype,
     }
     content |= _special_tokens(kind, family, config)
+    if getattr(config, "attention", None) is not None and config.attention.rope is not None:
+        content["max_position_embeddings"] = 2048  # which other readers need
 
     # Fields that this config does not use have their defaults.
     for name, field in family.fields.items():
-        target = field.targets[0]
-        value = _published_value(config, target, read_field(config, target))
-        is_unused = kind_of_target(type(config), target).problem(name, value) is not None
-        content[name] = field.default_or_none() if value is None or is_unused else value
+        value = field.back(config, field.targets[0])
+        is_used = value is not None and field.fits(type(config), value)
+        content[name] = value if is_used else family.default_or_none(name)
     for group in family.groups:
-        content |= group.begin(config)
+        content |= group.back(config)
 
-    # Groups write what differs from the fields so far, and then what they have even at defaults.
-    content = _written(family, content, config)
-    edit = ConfigEdit(family, content, config, config)
-    for group in family.groups:
-        group.complete(edit)
-    return content
+    # What several fields or the architecture say may differ from this still.
+    return _written(family, content, config)
 
 
 def _new_pair_content(kind: str, family: DualFamily, config: DualEncoderConfig) -> dict[str, Any]:

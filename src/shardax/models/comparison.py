@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from shardax import Module, Variable
 from shardax.extend import Path, attributes_of, format_path
 from shardax.models.convnext import ConvNeXt
-from shardax.models.dual_encoder import TOWERS, DualEncoder
-from shardax.models.encoder_decoder import HALVES, EncoderDecoder
+from shardax.models.encoder_decoder import EncoderDecoder, names_of_parts
 from shardax.models.kinds import PretrainedError
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.experts import (
@@ -163,8 +162,7 @@ class ArchitectureCheck:
 
     def compare_models(self, model: Any, built: Any) -> None:
         """Compares a model with the one that is built of its config."""
-        if isinstance(built, (DualEncoder, EncoderDecoder)):
-            names = TOWERS if isinstance(built, DualEncoder) else HALVES
+        if names := names_of_parts(built):
             self.compare(model, built, LayerPlace(model, (), (), None), names)
             for name in names:
                 self._compare_layers(getattr(model, name), getattr(built, name), (name,))

@@ -233,6 +233,16 @@ class EncoderDecoder(Module):
         return self.decoder.make_cache(batch, length, dtype, context_length=input_length)
 
 
+ModelConfig = TransformerConfig | DualEncoderConfig | EncoderDecoderConfig | ConvNeXtConfig
+
+
+def names_of_parts(model: object) -> tuple[str, ...]:
+    """Returns the names of the Transformers that a model, or its config, is made of."""
+    if isinstance(model, (DualEncoder, DualEncoderConfig)):
+        return TOWERS
+    return HALVES if isinstance(model, (EncoderDecoder, EncoderDecoderConfig)) else ()
+
+
 def build_model(config: Any, settings: Mapping[str, Any], rngs: Rngs) -> Any:
     """Builds the model of a config, with settings of computing."""
     if isinstance(config, ConvNeXtConfig):
@@ -245,11 +255,10 @@ def build_model(config: Any, settings: Mapping[str, Any], rngs: Rngs) -> Any:
         kinds = {name: settings[name] for name in ("dtype", "param_dtype") if name in settings}
         return ConvNeXt(replace(config, **kinds), rngs=rngs)
 
-    if not isinstance(config, (DualEncoderConfig, EncoderDecoderConfig)):
+    parts = names_of_parts(config)
+    if not parts:
         return Transformer(replace(config, **settings), rngs=rngs)
 
-    is_pair = isinstance(config, DualEncoderConfig)
-    model: Any = DualEncoder if is_pair else EncoderDecoder
-    parts = TOWERS if is_pair else HALVES
+    model: Any = DualEncoder if isinstance(config, DualEncoderConfig) else EncoderDecoder
     changes: Any = {name: replace(getattr(config, name), **settings) for name in parts}
     return model(replace(config, **changes), rngs=rngs)

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shardax.models import kinds
 from shardax.models.config import common_fields
-from shardax.models.config.paths import is_unsaid, make_config, part_class, paths_of, read_field
+from shardax.models.config.paths import make_config, part_class, paths_of, read_field
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
-from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
+from shardax.models.encoder_decoder import EncoderDecoderConfig
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import Tensors
 from shardax.nn.errors import LayerConfigError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 # --- fields of any config.json ---
 
@@ -52,6 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False, None),
     "use_sliding_window": (False, None),
 }
+
 # --- types ---
 
 # Fields that follow from the number of heads where they are left out.
@@ -97,54 +101,90 @@ def is_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...
 
 # --- families ---
 
-REQUIRED = object()
+# Defaults of a field: none, as it must be there, and that which it has in transformers.
+REQUIRED, PUBLISHED = object(), object()
 
 
 class Field:
-    """A field of ``config.json``, and its targets in a config by path."""
+    """A field of ``config.json``, and its targets in a config by path.
 
-    def __init__(self, *targets: str, default: object = REQUIRED) -> None:
-        self.targets = targets
-        self.default = default
+    Args:
+        *targets: What the field sets.
+        default: Its value where it is left out: by default that of the type in ``transformers``.
+        kind: Its type; None for that of the targets.
+        to: Returns the value of the targets of its value; None for the value itself.
+        back: Returns its value of a config, None for no value; None for that of the targets.
+    """
 
-    def default_or_none(self) -> Any:
-        """Returns the default, None of a field that must be there."""
-        return None if self.default is REQUIRED else self.default
+    def __init__(
+        self,
+        *targets: str,
+        default: object = PUBLISHED,
+        kind: kinds.Kind | None = None,
+        to: Callable[[Any], Any] | None = None,
+        back: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.targets, self.default = targets, default
+        self.kind, self.to, self.convert_back = kind, to, back
+
+    def kinds_of(self, config_class: type) -> Iterator[kinds.Kind]:
+        """Yields the types that its value must be of."""
+        if self.kind is not None:
+            yield self.kind
+        else:
+            for target in self.targets:
+                yield kind_of_target(config_class, target)
+
+    def fits(self, config_class: type, value: Any) -> bool:
+        """Whether a value may stand in ``config.json``."""
+        return all(kind.problem("", value) is None for kind in self.kinds_of(config_class))
+
+    def back(self, config: Any, target: str) -> Any:
+        """Returns its value of a config, as one of the targets has it."""
+        if self.convert_back is not None:
+            return self.convert_back(config)
+
+        value = read_field(config, target)
+        if target in kinds.ACTIVATION_FIELDS:
+            return kinds.published_activation(value or config.activation)
+        return value
 
 
 class Taker(Protocol):
     """The function by which a group of fields takes one, by name."""
 
-    def __call__(self, name: str, *default: Any, kind: kinds.Kind = kinds.ANYTHING) -> Any:
+    def __call__(
+        self, name: str, default: Any = REQUIRED, kind: kinds.Kind = kinds.ANYTHING
+    ) -> Any:
         """Returns the value of a field, or its default."""
         ...
 
 
 class FieldGroup:
-    """Fields of ``config.json`` that are read and written together."""
+    """Fields of ``config.json`` that have a meaning together.
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        """Returns the fields of ``TransformerConfig`` that they set."""
-        raise NotImplementedError
+    Attributes:
+        older: Other names for the same, which ``back`` does without.
+    """
 
-    def write(self, edit: ConfigEdit) -> None:
-        """Changes them to what an edited config says."""
+    older: Sequence[str] = ()
 
-    def begin(self, config: Any) -> Mapping[str, Any]:
-        """Returns those of parts that few families have, of a config that has these parts."""
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        """Returns the fields of a config that they set, by path."""
         return {}
 
-    def complete(self, edit: ConfigEdit) -> None:
-        """Adds those that a new ``config.json`` has even at their defaults."""
+    def back(self, config: Any) -> Mapping[str, Any]:
+        """Returns the fields of ``config.json`` that say a config, none for what others say."""
+        return {}
 
 
 class DerivedFields(FieldGroup):
-    """Fields read by a function, and not written."""
+    """Fields read by a function, which nothing says back."""
 
     def __init__(self, derive: Callable[[Taker], Mapping[str, Any]]) -> None:
         self.derive = derive
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         return self.derive(take)
 
 
@@ -171,6 +211,8 @@ class Family:
     harmless: Iterable[str] = ()
     # The class of its configs.
     config_class: ClassVar[type] = TransformerConfig
+    # Whether all fields of ``config.json`` are of the family.
+    is_whole: ClassVar[bool] = True
     # Of the names of tensors, in all models but those without a head.
     prefix: str = "model."
     # Ends of the names of tensors that are no parameters.
@@ -179,6 +221,37 @@ class Family:
     group_fields: Iterable[str] = ()
     # Tensors that files may repeat, by the names of the copies.
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The type whose defaults in transformers are those of fields and groups.
+    model_type: str = ""
+    # Whether a config has the parts that all models of the family have; None for common ones.
+    has_parts: Callable[[Any], bool] | None = None
+
+    def of_type(self, model_type: str) -> Self:
+        """Returns the family with the defaults of a type in ``transformers``."""
+        return replace(self, model_type=model_type)
+
+    @property
+    def published(self) -> Mapping[str, Any]:
+        """The defaults of all fields in ``transformers``, but those that are null."""
+        return common_fields.DEFAULTS.get(self.model_type, {})
+
+    def default_of(self, name: str, default: Any = REQUIRED) -> Any:
+        """Returns what a field is that is left out: ``REQUIRED`` if it may not be.
+
+        Args:
+            name: The field.
+            default: What it is where the family does not say.
+        """
+        if name in self.defaults:
+            return self.defaults[name]
+        if name in self.fields and self.fields[name].default is not REQUIRED:
+            default = self.fields[name].default
+        return self.published.get(name) if default is PUBLISHED else default
+
+    def default_or_none(self, name: str) -> Any:
+        """Returns what a field is that is left out, None if it may not be."""
+        default = self.default_of(name)
+        return None if default is REQUIRED else default
 
     def tensors_for(self, config: Any) -> Tensors:
         """Returns the tensors of a model of a config."""
@@ -193,7 +266,11 @@ class Family:
     ) -> Any:
         """Reads a ``config.json``, or raises with all problems of it."""
         # The number of tensors in the files bounds layers and experts.
-        return _Reading(self, content, where, tensor_count).config
+        return Reading(self, content, where, tensor_count).config()
+
+    def read_parts(self, reading: Reading) -> dict[str, TransformerConfig]:
+        """Returns the configs of the Transformers that a model is made of, by name."""
+        return {}
 
     @property
     def embeddings(self) -> set[str]:
@@ -214,37 +291,6 @@ class Family:
             (name for name, parts in self.architectures.items() if parts.get("head", "") is None),
             next(iter(self.architectures)),
         )
-
-
-@dataclass
-class ConfigEdit:
-    """A ``config.json`` that is changed to what a config says."""
-
-    family: Family
-    content: dict[str, Any]
-    config: TransformerConfig
-    read: TransformerConfig  # what it said at first
-
-    def value(self, path: str) -> Any:
-        """Returns a field of the config, by path."""
-        # An absent part changes the field that says so; the others are as they were at first.
-        return self.before(path) if is_unsaid(self.config, path) else read_field(self.config, path)
-
-    def before(self, path: str) -> Any:
-        """Returns a field as it was at first, by path."""
-        return read_field(self.read, path)
-
-    def changes(self, *names: str) -> bool:
-        """Whether any of these fields of the config, by path, is another."""
-        return any(self.value(name) != self.before(name) for name in names)
-
-    def local_layers_read(self) -> list[bool] | None:
-        """Returns local layers by ``config.json`` as it is now, None if unreadable."""
-        try:
-            config = self.family.config(self.content, "config.json")
-        except PretrainedError:
-            return None
-        return list(map(config.attention.is_local, range(config.num_layers)))
 
 
 @dataclass(frozen=True)
@@ -295,11 +341,15 @@ class DualFamily(Family):
                 tensors += tensors_of(name, family)
         return replace(self, towers=towers, tensors=tensors)
 
-    def config(
-        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
-    ) -> DualEncoderConfig:
-        """Reads a ``config.json``, or raises with all problems of it."""
-        return _DualReading(self, content, where, tensor_count).config
+    def read_parts(self, reading: Reading) -> dict[str, TransformerConfig]:
+        configs = dict[str, TransformerConfig]()
+        for name, tower in self.towers.items():
+            reading.read_names |= {tower.field, tower.older_field}
+            try:
+                configs[name] = tower.config(reading.content, reading.tensor_count)
+            except PretrainedError as error:
+                reading.note(str(error).removesuffix("."))
+        return configs
 
 
 def tensors_of(tower: str, family: Family) -> Tensors:
@@ -311,14 +361,7 @@ def tensors_of(tower: str, family: Family) -> Tensors:
 class HalfFamily(Family):
     """One half of a type of encoder-decoders, with its fields."""
 
-    def config(
-        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
-    ) -> TransformerConfig:
-        """Reads its config, or raises with all problems of it."""
-        reading = _HalfReading(self, content, where, tensor_count)
-        if reading.problems:
-            raise reading.error()
-        return reading.config
+    is_whole: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -329,11 +372,22 @@ class EncoderDecoderFamily(Family):
     # By their names in ``EncoderDecoder``.
     halves: Mapping[str, HalfFamily] = dataclasses.field(default_factory=dict)
 
-    def config(
-        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
-    ) -> EncoderDecoderConfig:
-        """Reads a ``config.json``, or raises with all problems of it."""
-        return _EncoderDecoderReading(self, content, where, tensor_count).config
+    def of_type(self, model_type: str) -> Self:
+        """Returns the family, and its halves, with the defaults of a type in ``transformers``."""
+        halves = {name: half.of_type(model_type) for name, half in self.halves.items()}
+        return replace(self, model_type=model_type, halves=halves)
+
+    def read_parts(self, reading: Reading) -> dict[str, TransformerConfig]:
+        configs = dict[str, TransformerConfig]()
+        for name, half in self.halves.items():
+            of_half = Reading(half, reading.content, reading.where, reading.tensor_count)
+            try:
+                configs[name] = of_half.config()
+            except PretrainedError as error:
+                for problem in of_half.problems or [str(error).removesuffix(".")]:
+                    reading.note(problem)
+            reading.read_names |= of_half.read_names
+        return configs
 
 
 # Fewer layers, and experts of all layers, are read whatever the files have: the check of the
@@ -341,7 +395,7 @@ class EncoderDecoderFamily(Family):
 _FEW_LAYERS, _FEW_EXPERTS = 256, 4096
 
 
-class _Reading:
+class Reading:
     """One ``config.json``, read field by field."""
 
     def __init__(
@@ -352,53 +406,43 @@ class _Reading:
         self.read_names: set[str] = set()
         self.problems: list[str] = []
         self.advice: list[str] = []
-        self.config: Any = self._read()
 
-    def take(self, name: str, *default, kind: kinds.Kind = kinds.ANYTHING) -> Any:
-        """Returns the value of a field, or its default."""
-        self.read_names.add(name)
-        if name in self.content:
-            problem = kind.problem(name, self.content[name])
-            if problem is None:
-                return self.content[name]
-            self._note(problem)
-        field = self.family.fields.get(name)
-        if name in self.family.defaults:
-            return self.family.defaults[name]
-        if field is not None and field.default is not REQUIRED:
-            return field.default
-        if default:
-            return default[0]
-        if name not in self.content:
-            self._note(f"{name} is missing")
-        return 1
-
-    def _note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
-
-    def _read(self) -> object:
+    def config(self) -> Any:
+        """Returns the config that it says, or raises with all problems."""
         family = self.family
-        values: dict[str, Any] = {**family.fixed, **self._of_architecture()}
+        of_head = self._of_architecture()
+        of_fields: dict[str, Any] = {}
         for name, field in family.fields.items():
-            values.update(self._of_field(name, field))
+            of_fields |= self._of_field(name, field)
+
+        # Before groups make a tuple for each layer, and of both halves one by one.
+        values: dict[str, Any] = {**family.fixed, **of_head, **of_fields}
         self._check_counts(values)
+        parts: dict[str, Any] = dict(family.read_parts(self))
+        if parts:  # the head is that of one of them
+            values = parts | of_fields | dict(family.fixed)
+
         is_all_read = True
         for group in family.groups:
             try:
-                values.update(group.read(self.take))
+                values.update(group.to(self.take))
             except PretrainedError as error:
-                self._note(str(error))
+                self.note(str(error))
                 is_all_read = False
-        if is_all_read:  # else fields of a group that failed would be called unknown
+
+        # Of a group that failed fields would be called unknown.
+        if is_all_read and family.is_whole:
             self._note_unread()
         if self.problems:
             raise self.error()
+
+        # Several fields together may make too much.
         self._check_counts(values)
         large = [f"{path} is {x}" for path, x in values.items() if kinds.is_too_large(x)]
-        if large:  # of what several fields make together
+        if large:
             self.problems += [f"{text}, which is too large" for text in large]
             raise self.error()
+
         if heads := values.get("attention.num_heads"):
             by_heads = zip(_BY_HEADS, (heads, values["embed_dim"] // heads), strict=True)
             values |= {path: size for path, size in by_heads if values.get(path) is None}
@@ -406,8 +450,29 @@ class _Reading:
         try:
             return make_config(family.config_class, values)
         except (LayerConfigError, ValueError) as error:
-            self._note(self._named(str(error).removesuffix(".")))
+            self.note(self._named(str(error).removesuffix(".")))
             raise self.error() from error
+
+    def take(self, name: str, default: Any = REQUIRED, kind: kinds.Kind = kinds.ANYTHING) -> Any:
+        """Returns the value of a field, or its default."""
+        self.read_names.add(name)
+        if name in self.content:
+            problem = kind.problem(name, self.content[name])
+            if problem is None:
+                return self.content[name]
+            self.note(problem)
+
+        value = self.family.default_of(name, default)
+        if value is not REQUIRED:
+            return value
+        if name not in self.content:
+            self.note(f"{name} is missing")
+        return 1  # with which others are read, for their problems
+
+    def note(self, problem: str) -> None:
+        """Adds a problem, unless it is known already."""
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def _named(self, problem: str) -> str:
         """Returns the problem of a config behind its field of ``config.json``."""
@@ -424,20 +489,19 @@ class _Reading:
     def _of_field(self, name: str, field: Field) -> dict[str, Any]:
         value = self.take(name)
         if name in self.content:
-            kind = self.family.config_class
-            problems = [
-                kind_of_target(kind, target).problem(name, value) for target in field.targets
-            ]
+            own_kinds = field.kinds_of(self.family.config_class)
+            problems = [kind.problem(name, value) for kind in own_kinds]
             for problem in filter(None, problems):
-                self._note(problem)
+                self.note(problem)
                 return {}
+
         if field.targets[0] in kinds.ACTIVATION_FIELDS:
             if value not in kinds.ACTIVATION_NAMES:
-                self._note(f"{name}={brief(value)} is none of {', '.join(kinds.ACTIVATION_NAMES)}")
+                self.note(f"{name}={brief(value)} is none of {', '.join(kinds.ACTIVATION_NAMES)}")
             value = kinds.ACTIVATION_NAMES.get(value, "silu")
-        if value is None and isinstance(self.family.defaults.get(name, field.default), bool):
+        if value is None and isinstance(self.family.default_of(name), bool):
             value = False
-        return dict.fromkeys(field.targets, value)
+        return dict.fromkeys(field.targets, value if field.to is None else field.to(value))
 
     def _check_counts(self, values: Mapping[str, Any]) -> None:
         """Raises for more layers or experts than the files have."""
@@ -458,18 +522,28 @@ class _Reading:
 
     def _note_unread(self) -> None:
         """Notes fields not read by the family, unless they change nothing."""
-        family, neutral = self.family, {**NEUTRAL, **self.family.neutral}
-        harmless, unknown = HARMLESS | set(family.harmless), []
+        family, unknown = self.family, list[str]()
+        neutral = {**NEUTRAL, **family.neutral}
+        harmless = HARMLESS | set(family.harmless)
         for name, value in self.content.items():
             if name in self.read_names:
                 continue
+
             is_neutral_value = is_neutral(name, value, neutral)
             if is_neutral_value is False:
                 only = f", only {neutral[name][0]!r}" if name in neutral else " for this family"
-                self._note(f"{name}={brief(value)} is not supported{only}")
-            elif is_neutral_value is None and name not in harmless:
-                self._note(f"{name}={brief(value)} is unknown")
+                self.note(f"{name}={brief(value)} is not supported{only}")
+            if is_neutral_value is not None or name in harmless:
+                continue
+
+            # The family computes what the type does with all others at their defaults.
+            default = family.published.get(name, REQUIRED)
+            if default is REQUIRED:
+                self.note(f"{name}={brief(value)} is unknown")
                 unknown.append(name)
+            elif value != default:
+                self.note(f"{name}={brief(value)} is not supported, only {default!r}")
+
         if unknown:
             model_type = self.content.get("model_type")
             self.advice.append(
@@ -484,7 +558,8 @@ class _Reading:
         ]
         if len(names) == 1 and names[0] in architectures:
             return architectures[names[0]]
-        self._note(
+
+        self.note(
             f"architectures={brief(names)} is not supported, only one of {', '.join(architectures)}"
         )
         model_type, bare = self.content.get("model_type"), dict(architectures[self.family.bare])
@@ -499,73 +574,3 @@ class _Reading:
         """Returns the error of all problems."""
         text = f"{self.where} describes a model that cannot be read: {'; '.join(self.problems)}."
         return PretrainedError(" ".join([text, *self.advice]))
-
-
-class _DualReading(_Reading):
-    """The ``config.json`` of a dual encoder."""
-
-    family: DualFamily
-
-    def _read(self) -> DualEncoderConfig:
-        values: dict[str, Any] = {**self.family.fixed, **self._of_architecture()}
-        for name, field in self.family.fields.items():
-            values.update(dict.fromkeys(field.targets, self.take(name, kind=kinds.SIZE)))
-        for group in self.family.groups:
-            values.update(group.read(self.take))
-        for name, tower in self.family.towers.items():
-            self.read_names |= {tower.field, tower.older_field}
-            try:
-                values[name] = tower.config(self.content, self.tensor_count)
-            except PretrainedError as error:
-                self._note(str(error).removesuffix("."))
-        self._note_unread()
-        if self.problems:
-            raise self.error()
-        try:
-            return DualEncoderConfig(**values, source=json.dumps(self.content))
-        except LayerConfigError as error:
-            self._note(str(error).removesuffix("."))
-            raise self.error() from error
-
-
-class _HalfReading(_Reading):
-    """The fields of one half of an encoder-decoder."""
-
-    def _read(self) -> object:
-        try:
-            return super()._read()
-        except PretrainedError as error:
-            if not self.problems:  # of sizes beyond the files
-                self._note(str(error).removesuffix("."))
-            return None
-
-    def _note_unread(self) -> None:
-        """Leaves what it does not read to the other half."""
-
-
-class _EncoderDecoderReading(_Reading):
-    """The ``config.json`` of an encoder-decoder."""
-
-    family: EncoderDecoderFamily
-
-    def _read(self) -> EncoderDecoderConfig:
-        values: dict[str, Any] = dict(self.family.fixed)
-        self._of_architecture()
-        start = self.take("decoder_start_token_id", None, kind=kinds.INTEGER.or_null)
-        for name in HALVES:
-            half = _HalfReading(
-                self.family.halves[name], self.content, self.where, self.tensor_count
-            )
-            self.read_names |= half.read_names
-            for problem in half.problems:
-                self._note(problem)
-            values[name] = half.config
-        self._note_unread()
-        if self.problems:
-            raise self.error()
-        source = json.dumps(self.content)
-        try:
-            return EncoderDecoderConfig(**values, start_token=start, source=source)
-        except LayerConfigError as error:
-            self._note(str(error).removesuffix("."))
-            raise self.error() from error

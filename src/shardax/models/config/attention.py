@@ -132,10 +132,13 @@ class AttentionConfig(ConfigPart):
         for name in ("rope", "local_rope"):
             rope = getattr(self, name)
             options.instance(name, rope, (Rope, type(None)), "an object of sx.models.Rope, or None")
+
+        # A rope that turns whole heads splits them into halves.
         is_whole = self.rope is not None and self.rope.fraction == 1 and self.latent is None
         base = self.rope.base if is_whole and self.rope is not None else None
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         attention_sizes(self.head_dim, *heads, base)
+
         if self.rope is not None:
             options.check("rope.base", self.rope.base, self.rope.base > 0, "positive")
         options.check("qk_norm", self.qk_norm, self.qk_norm in QK_NORMS, "a kind")

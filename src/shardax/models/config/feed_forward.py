@@ -116,10 +116,13 @@ class ExpertsConfig(ConfigPart):
         as_size(where, "num_experts", self.num_experts)
         if self.normalise is None:
             object.__setattr__(self, "normalise", self.top_k > 1)
+
         options = Options(LayerConfigError, where)
         options.choice("scores", self.scores, SCORES)
         if self.scores != "softmax":
             self._check_groups(options)
+
+        # Of the units of experts chosen by a softmax alone.
         if self.limit is not None:
             fits, need = self.limit > 0, "positive"
             if self.scores != "softmax":

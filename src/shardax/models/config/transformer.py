@@ -112,16 +112,20 @@ class TransformerConfig:
         where = type(self).__name__
         options = Options(LayerConfigError, where)
         check_parts(options, self)
+
         has_tokens = self.image is None and self.features is None
         for name in (*("vocab_size",) * has_tokens, "num_layers", "embed_dim"):
             as_size(where, name, getattr(self, name))
         options.choice("head", self.head, HEADS)
         check_rate(options, "dropout", self.dropout)
         use_names(self)
+
+        # A boolean for each layer, where layers differ.
         for path in ("attention.local_layers", "attention.rope_layers", "recurrence.layers"):
             chosen = read_field(self, path)
             fits = chosen is None or len(chosen) == self.num_layers
             options.check(path, chosen, fits, f"{self.num_layers} booleans")
+
         self._check_layers(options)
         self._check_distances_and_context(options)
         if self.features is not None:

@@ -15,17 +15,13 @@ from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtBlock, ConvNeXtConfig
 from shardax.models.decoder import DecoderConfig
-from shardax.models.dual_encoder import TOWERS, DualEncoderConfig
-from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
+from shardax.models.dual_encoder import DualEncoderConfig
+from shardax.models.encoder_decoder import EncoderDecoderConfig, ModelConfig, names_of_parts
 from shardax.models.explaining.code import BlockCode, LayerCode
 from shardax.models.families import registry
 from shardax.models.family import REQUIRED, Family
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.layers.transformer_layer import TransformerLayer
-
-ModelConfig = (
-    TransformerConfig | DecoderConfig | DualEncoderConfig | EncoderDecoderConfig | ConvNeXtConfig
-)
 
 # Sizes of a family whose config.json must name them, by their path in a config.
 STAND_INS: Mapping[str, int] = {
@@ -40,7 +36,7 @@ STAND_INS: Mapping[str, int] = {
 STAND_INS_OF_GROUPS: Mapping[str, int] = {"intermediate_size": 11_008}
 
 
-def explain(model: str | ModelConfig) -> str:
+def explain(model: str | ModelConfig | DecoderConfig) -> str:
     """Shows the layers of a family, or of a config, as plain code with shapes.
 
     The code is made of the parts of built layers, one function for each kind of layer. A parameter
@@ -91,7 +87,7 @@ def explain(model: str | ModelConfig) -> str:
         case ConvNeXtConfig():
             sections += _blocks_of(config)
         case DualEncoderConfig() | EncoderDecoderConfig():
-            for name in TOWERS if isinstance(config, DualEncoderConfig) else HALVES:
+            for name in names_of_parts(config):
                 sections += _layers_of(getattr(config, name), f"{name}: ")
         case _:
             raise PretrainedError(
@@ -123,16 +119,10 @@ def _needed_by_groups(family: Family, content: Mapping[str, Any]) -> dict[str, i
     """Returns stand-ins for the fields without a default that groups of fields read."""
     needed = dict[str, int]()
 
-    def take(name: str, *default: Any, kind: kinds.Kind = kinds.ANYTHING) -> Any:
-        field = family.fields.get(name)
-        if name in content:
-            return content[name]
-        if name in family.defaults:
-            return family.defaults[name]
-        if field is not None and field.default is not REQUIRED:
-            return field.default
-        if default:
-            return default[0]
+    def take(name: str, default: Any = REQUIRED, kind: kinds.Kind = kinds.ANYTHING) -> Any:
+        value = content[name] if name in content else family.default_of(name, default)
+        if value is not REQUIRED:
+            return value
         if name in STAND_INS_OF_GROUPS:
             needed[name] = STAND_INS_OF_GROUPS[name]
         return needed.get(name, 1)
@@ -140,7 +130,7 @@ def _needed_by_groups(family: Family, content: Mapping[str, Any]) -> dict[str, i
     for group in family.groups:
         # Of fields that do not fit together, which the reading of all of them names.
         with contextlib.suppress(PretrainedError):
-            group.read(take)
+            group.to(take)
     return needed
 
 

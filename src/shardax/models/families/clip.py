@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.encoders import PatchPositions
 from shardax.models.family import (
-    ConfigEdit,
+    PUBLISHED,
     DualFamily,
     Family,
     Field,
@@ -46,33 +47,27 @@ _FIXED = {
 }
 
 
-def _fields(width: int, heads: int, activation: str, epsilon: float) -> dict[str, Field]:
-    """Returns the fields of any of the four."""
-    # Pairs leave out sizes that are the default.
-    return {
-        "hidden_size": Field("embed_dim", default=width),
-        "intermediate_size": Field("mlp.dim", default=4 * width),
-        "num_hidden_layers": Field("num_layers", default=12),
-        "num_attention_heads": Field("attention.num_heads", default=heads),
-        "attention_dropout": Field("attention.dropout", default=0.0),
-        "hidden_act": Field("activation", default=activation),
-        "layer_norm_eps": Field("norms.epsilon", default=epsilon),
-    }
-
-
-def _text_fields(vocabulary: int, positions: int) -> dict[str, Field]:
-    return {
-        "vocab_size": Field("vocab_size", default=vocabulary),
-        "max_position_embeddings": Field("positions.max_positions", default=positions),
-    }
-
-
-def _image_fields(patch_size: int) -> dict[str, Field]:
-    return {
-        "image_size": Field("image.size", default=224),
-        "num_channels": Field("image.channels", default=3),
-        "patch_size": Field("image.patch_size", default=patch_size),
-    }
+# Pairs leave out sizes that are the default.
+_FIELDS = {
+    "hidden_size": Field("embed_dim"),
+    "intermediate_size": Field("mlp.dim"),
+    "num_hidden_layers": Field("num_layers"),
+    "num_attention_heads": Field("attention.num_heads"),
+    "attention_dropout": Field("attention.dropout"),
+    "hidden_act": Field("activation"),
+    "layer_norm_eps": Field("norms.epsilon"),
+}
+_TEXT_FIELDS = {
+    **_FIELDS,
+    "vocab_size": Field("vocab_size"),
+    "max_position_embeddings": Field("positions.max_positions"),
+}
+_IMAGE_FIELDS = {
+    **_FIELDS,
+    "image_size": Field("image.size"),
+    "num_channels": Field("image.channels"),
+    "patch_size": Field("image.patch_size"),
+}
 
 
 def _layers(model: str) -> Tensors:
@@ -120,26 +115,25 @@ class EndToken(FieldGroup):
     # Files of before 2023 say 2, whatever the tokenizer has. There the highest token counts.
     OLD = 2
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        token = take("eos_token_id", 49407, kind=kinds.INTEGER)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        token = take("eos_token_id", PUBLISHED, kind=kinds.INTEGER)
         return (
             {"pool.kind": "highest"}
             if token == self.OLD
             else {"pool.kind": "end", "pool.end_token": token}
         )
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.kind", "pool.end_token"):
-            pool = edit.config.pool
-            edit.content["eos_token_id"] = self.OLD if pool.kind == "highest" else pool.end_token
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        is_old = config.pool.kind == "highest"
+        return {"eos_token_id": self.OLD if is_old else config.pool.end_token}
 
 
 # A pair has a size of projections of its own.
-_PROJECTION = {"projection_dim": Field("output.projection_dim", default=512)}
+_PROJECTION = {"projection_dim": Field("output.projection_dim")}
 _HARMLESS = ("dropout", "initializer_factor", "tie_word_embeddings")
 
 CLIP_TEXT = Family(
-    fields={**_fields(512, 8, "quick_gelu", 1e-5), **_text_fields(49408, 77), **_PROJECTION},
+    fields={**_TEXT_FIELDS, **_PROJECTION},
     fixed=_FIXED,
     groups=[EndToken()],
     group_fields=("eos_token_id",),
@@ -154,7 +148,7 @@ CLIP_TEXT = Family(
 )
 # Its result has no norm, but what is pooled of it has.
 CLIP_VISION = Family(
-    fields={**_fields(768, 12, "quick_gelu", 1e-5), **_image_fields(32), **_PROJECTION},
+    fields={**_IMAGE_FIELDS, **_PROJECTION},
     fixed={
         **_FIXED,
         "causal": False,
@@ -162,7 +156,7 @@ CLIP_VISION = Family(
         "image.patch_bias": False,
         "pool.norm": True,
     },
-    groups=[PatchPositions(32)],
+    groups=[PatchPositions()],
     architectures={"CLIPVisionModel": {}, "CLIPVisionModelWithProjection": {"head": "embedding"}},
     harmless=_HARMLESS,
     prefix="vision_model.",
@@ -183,30 +177,17 @@ CLIP_VISION = Family(
 class PooledSize(FieldGroup):
     """The size of what a text is pooled to."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         size = take("projection_size", None, kind=kinds.SIZE.or_null)
         return {"pool.dim": 0 if size in (None, take("hidden_size", kind=kinds.SIZE)) else size}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.dim", "embed_dim"):
-            edit.content["projection_size"] = edit.config.pool.dim or edit.config.embed_dim
-
-
-class PoolingHead(FieldGroup):
-    """Whether an image is pooled by attention."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        has_head = take("vision_use_head", True, kind=kinds.BOOLEAN)
-        return {"pool.kind": "attention" if has_head else "first"}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.kind"):
-            edit.content["vision_use_head"] = edit.config.pool.kind == "attention"
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"projection_size": config.pool.dim or config.embed_dim}
 
 
 # The last position is pooled even if it is padding: models were trained so.
 SIGLIP_TEXT = Family(
-    fields={**_fields(768, 12, "gelu_pytorch_tanh", 1e-6), **_text_fields(32000, 64)},
+    fields=_TEXT_FIELDS,
     fixed={
         **_FIXED,
         "causal": False,
@@ -227,10 +208,17 @@ SIGLIP_TEXT = Family(
 )
 _IN, _POOLING = "vision_model.head.attention.in_proj", "attention_pooling"
 SIGLIP_VISION = Family(
-    fields={**_fields(768, 12, "gelu_pytorch_tanh", 1e-6), **_image_fields(16)},
+    fields={
+        **_IMAGE_FIELDS,
+        "vision_use_head": Field(
+            "pool.kind",
+            kind=kinds.BOOLEAN,
+            to=lambda has_head: "attention" if has_head else "first",
+            back=lambda config: config.pool.kind == "attention",
+        ),
+    },
     fixed={**_FIXED, "causal": False, "image.first_vector": False},
-    groups=[PatchPositions(16, first_vector=False), PoolingHead()],
-    group_fields=("vision_use_head",),
+    groups=[PatchPositions(first_vector=False)],
     architectures={"SiglipVisionModel": {}},
     harmless=_HARMLESS,
     prefix="vision_model.",
@@ -271,8 +259,8 @@ SIGLIP_VISION = Family(
 def _pair(text: str, text_family: Family, image: str, image_family: Family) -> dict[str, Any]:
     """Returns the towers of a pair, and their tensors."""
     towers = {
-        "text": Tower("text_config", "text_config_dict", text, text_family),
-        "image": Tower("vision_config", "vision_config_dict", image, image_family),
+        "text": Tower("text_config", "text_config_dict", text, text_family.of_type(text)),
+        "image": Tower("vision_config", "vision_config_dict", image, image_family.of_type(image)),
     }
     tensors = (*tensors_of("text", text_family), *tensors_of("image", image_family))
     return {"towers": towers, "tensors": tensors}
@@ -280,7 +268,7 @@ def _pair(text: str, text_family: Family, image: str, image_family: Family) -> d
 
 _CLIP_PAIR = _pair("clip_text_model", CLIP_TEXT, "clip_vision_model", CLIP_VISION)
 CLIP = DualFamily(
-    fields={"projection_dim": Field("projection_dim", default=512)},
+    fields={"projection_dim": Field("projection_dim", kind=kinds.SIZE)},
     architectures={"CLIPModel": {}},
     harmless=("initializer_factor", "logit_scale_init_value", "tie_word_embeddings"),
     prefix="",

@@ -15,7 +15,7 @@ from shardax.models import kinds
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.families import shared
 from shardax.models.families.encoders import BackboneStages
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError
 from shardax.models.tensors import Tensor, Tensors, linear, norm, part
 
@@ -23,10 +23,12 @@ from shardax.models.tensors import Tensor, Tensors, linear, norm, part
 class StageSizes(FieldGroup):
     """The width and depth of each stage."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        widths = take("hidden_sizes", [96, 192, 384, 768], kind=kinds.INTEGERS)
-        depths = take("depths", [3, 3, 9, 3], kind=kinds.INTEGERS)
-        count = take("num_stages", 4, kind=kinds.SIZE)
+    older = BackboneStages.older  # one for each stage, which are made anew
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        widths = take("hidden_sizes", PUBLISHED, kind=kinds.INTEGERS)
+        depths = take("depths", PUBLISHED, kind=kinds.INTEGERS)
+        count = take("num_stages", PUBLISHED, kind=kinds.SIZE)
         if not count == len(widths) == len(depths) or min([*widths, *depths], default=0) < 1:
             raise PretrainedError(
                 f"num_stages={count}, hidden_sizes={widths} and depths={depths} are not positive "
@@ -34,27 +36,9 @@ class StageSizes(FieldGroup):
             )
         return {"widths": tuple(widths), "depths": tuple(depths)}
 
-    def write(self, edit: ConfigEdit) -> None:
-        config: Any = edit.config
-        if edit.changes("widths", "depths"):
-            edit.content["hidden_sizes"], edit.content["depths"] = (
-                [*config.widths],
-                [*config.depths],
-            )
-            edit.content["num_stages"] = len(config.depths)
-            for name in BackboneStages.NAMES:  # one for each stage, which are made anew
-                edit.content.pop(name, None)
-
-
-class LayerScale(FieldGroup):
-    """Whether blocks are scaled, by the first value of their scales."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"layer_scale": take("layer_scale_init_value", 1e-6, kind=kinds.NUMBER) > 0}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("layer_scale"):
-            edit.content["layer_scale_init_value"] = 1e-6 if edit.config.layer_scale else 0.0
+    def back(self, config: ConvNeXtConfig) -> Mapping[str, Any]:
+        depths = [*config.depths]
+        return {"hidden_sizes": [*config.widths], "depths": depths, "num_stages": len(depths)}
 
 
 @dataclass(frozen=True)
@@ -100,25 +84,25 @@ _BLOCK = (
 
 
 def _family(
-    model: str, name: str, groups: list[FieldGroup], fixed: dict[str, Any]
+    model: str, name: str, fields: dict[str, Field], fixed: dict[str, Any]
 ) -> ConvNextFamily:
     return ConvNextFamily(
         fields={
-            "num_channels": Field("channels", default=3),
-            "patch_size": Field("patch_size", default=4),
-            "hidden_act": Field("activation", default="gelu"),
-            "layer_norm_eps": Field("norm_epsilon", default=1e-12),
+            "num_channels": Field("channels"),
+            "patch_size": Field("patch_size"),
+            "hidden_act": Field("activation"),
+            "layer_norm_eps": Field("norm_epsilon"),
+            **fields,
         },
         fixed=fixed,
-        groups=[StageSizes(), *groups, shared.Labels("num_classes")],
+        groups=[StageSizes(), shared.Labels("num_classes")],
         architectures={
             f"{name}ForImageClassification": {"head": "classes"},
             f"{name}Model": {"head": None},
         },
         # In evaluation a rate of paths changes nothing, but training would differ.
-        neutral={"drop_path_rate": (0.0, 0)},
         # Images of any size are read.
-        harmless=("image_size", "tie_word_embeddings", *BackboneStages.NAMES),
+        harmless=("image_size", "tie_word_embeddings", *BackboneStages.older),
         prefix=f"{model}.",
         buffers=(),
         tensors=(
@@ -130,6 +114,13 @@ def _family(
     )
 
 
+# Whether blocks are scaled is said by the first value of their scales.
+_LAYER_SCALE = Field(
+    "layer_scale",
+    kind=kinds.NUMBER,
+    to=lambda value: value > 0,
+    back=lambda config: 1e-6 if config.layer_scale else 0.0,
+)
 _V2 = {"layer_scale": False, "response_norm": True}
-CONVNEXT = _family("convnext", "ConvNext", [LayerScale()], {})
-CONVNEXT_V2 = _family("convnextv2", "ConvNextV2", [], _V2)
+CONVNEXT = _family("convnext", "ConvNext", {"layer_scale_init_value": _LAYER_SCALE}, {})
+CONVNEXT_V2 = _family("convnextv2", "ConvNextV2", {}, _V2)

@@ -15,8 +15,8 @@ from typing import Any
 from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
-from shardax.models.families.rope import Rotary, replace_rope, rope_fields
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.families.rope import Rotary
+from shardax.models.family import PUBLISHED, REQUIRED, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import HEADS, Tensor, in_layers, linear
 from shardax.nn.rope import Rope
@@ -25,7 +25,7 @@ from shardax.nn.rope import Rope
 class LatentHeads(Rotary):
     """Sizes of heads, and the rotary embedding of a part of each."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         plain, rotated = (
             take(name, default, kind=kinds.SIZE)
             for name, default in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64))
@@ -47,40 +47,33 @@ class LatentHeads(Rotary):
             tables.append({n: x for n, x in value.items() if n.startswith("mscale") and x})
             return {n: x for n, x in value.items() if not n.startswith("mscale")}
 
-        rope = super().read(take_table)["attention.rope"]
+        rope = super().to(take_table)["attention.rope"]
         interleaved = self.interleaved or bool(
-            take("rope_interleave", True, kind=kinds.BOOLEAN.or_null)
+            take("rope_interleave", PUBLISHED, kind=kinds.BOOLEAN.or_null)
         )
         fields = {"attention.head_dim": plain + rotated, "attention.num_kv_heads": heads}
         fields["attention.latent.rope_dim"] = rotated
         scales = tables[0] if tables else {}  # rope_scaling goes before rope_parameters
         return fields | _scaled(replace(rope, interleaved=interleaved), plain + rotated, scales)
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         attention, latent = config.attention, config.attention.latent
-        if latent is None:
-            return {}
-        plain = attention.head_dim - latent.rope_dim
-        return {"qk_nope_head_dim": plain, "qk_rope_head_dim": latent.rope_dim}
-
-    def write(self, edit: ConfigEdit) -> None:
-        super().write(edit)
-
-        if edit.changes("attention.head_dim", "attention.latent.rope_dim"):
-            rotated = edit.value("attention.latent.rope_dim")
-            edit.content["qk_nope_head_dim"] = edit.config.attention.head_dim - rotated
-
-        attention = edit.config.attention
-        if attention.rope is None:
-            return
-
-        if edit.changes("attention.rope") and not self.interleaved:
-            edit.content["rope_interleave"] = attention.rope.interleaved
-
-        if edit.changes("attention.rope", "attention.scale", "attention.head_dim"):
+        fields = dict(super().back(config))
+        if attention.rope is not None:
             scale = _scale_field(attention.rope, attention.head_dim, attention.scale)
             if scale is not None:
-                replace_rope(edit, {**rope_fields(attention.rope), "mscale_all_dim": scale})
+                fields["rope_parameters"]["mscale_all_dim"] = scale
+            if not self.interleaved:
+                fields["rope_interleave"] = attention.rope.interleaved
+
+        if latent is not None:
+            fields["qk_nope_head_dim"] = attention.head_dim - latent.rope_dim
+            fields["qk_rope_head_dim"] = latent.rope_dim
+        return fields
+
+
+def _is_latent(config: TransformerConfig) -> bool:
+    return config.attention.latent is not None
 
 
 def _scale_field(rope: Rope, head_dim: int, scale: float | None) -> float | None:
@@ -107,6 +100,7 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
     if wrong or unknown or (scales and rope.kind != "yarn"):
         listed = ", ".join([*wrong, *unknown]) or ", ".join(scales)
         raise PretrainedError(f"rope_type={rope.kind!r} with {listed} is not supported")
+
     every = scales.get("mscale_all_dim")
     if every is None:
         return {"attention.rope": rope}
@@ -114,6 +108,8 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
         0.1 * scale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
         for scale in (every, scales.get("mscale", 0))
     )
+
+    # The rotated part has a factor of its own, beside that of all scores.
     if rope.attention_factor is None and "mscale" in scales:
         rope = replace(rope, attention_factor=one / both)
     return {"attention.rope": rope, "attention.scale": head_dim**-0.5 * both * both}
@@ -122,8 +118,8 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
 class ExpertGroups(FieldGroup):
     """Groups of experts, if ``topk_method`` says that they are chosen by groups."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        method = take("topk_method", "greedy", kind=kinds.TEXT)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        method = take("topk_method", PUBLISHED, kind=kinds.TEXT)
         groups, chosen = (
             take(n, None, kind=kinds.INTEGER.or_null) for n in ("n_group", "topk_group")
         )
@@ -135,13 +131,13 @@ class ExpertGroups(FieldGroup):
         kinds.check_supported("topk_method", method, fits, stated + limits)
         return {"experts.num_groups": groups, "experts.top_groups": chosen}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("experts.num_groups", "experts.top_groups"):
-            return
-
-        groups, chosen = edit.value("experts.num_groups"), edit.value("experts.top_groups")
-        edit.content["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
-        edit.content |= {"n_group": groups, "topk_group": chosen}
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        if experts is None:
+            return {}
+        method = "greedy" if experts.num_groups == 1 else "group_limited_greedy"
+        groups = {"n_group": experts.num_groups, "topk_group": experts.top_groups}
+        return {"topk_method": method, **groups}
 
 
 _LATENT = (
@@ -155,13 +151,12 @@ _LATENT = (
     *linear("self_attn.o_proj", to="attn.out", inputs=HEADS, outputs="embed"),
 )
 _FIELDS = {
-    **{name: f for name, f in shared.GATED_DECODER.items() if name != "head_dim"},
+    **shared.without(shared.GATED_DECODER, "head_dim", "num_key_value_heads"),
     **shared.ATTENTION_BIAS,
-    "kv_lora_rank": Field("attention.latent.dim", default=512),
-    "q_lora_rank": Field("attention.latent.query_dim", default=1536),
-    "v_head_dim": Field("attention.latent.value_dim", default=128),
+    "kv_lora_rank": Field("attention.latent.dim"),
+    "q_lora_rank": Field("attention.latent.query_dim"),
+    "v_head_dim": Field("attention.latent.value_dim"),
 }
-del _FIELDS["num_key_value_heads"]
 
 
 def _tensors(*more: Tensor) -> tuple[Tensor, ...]:
@@ -174,16 +169,17 @@ def _tensors(*more: Tensor) -> tuple[Tensor, ...]:
 DEEPSEEK_V3 = Family(
     fields={
         **_FIELDS,
-        "n_group": Field("experts.num_groups", default=8),
-        "n_routed_experts": Field("experts.num_experts", default=256),
-        "norm_topk_prob": Field("experts.normalise", default=True),
-        "num_experts_per_tok": Field("experts.top_k", default=8),
-        "routed_scaling_factor": Field("experts.scale", default=2.5),
-        "topk_group": Field("experts.top_groups", default=4),
+        "n_group": Field("experts.num_groups"),
+        "n_routed_experts": Field("experts.num_experts", back=shared.experts_or_none),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "routed_scaling_factor": Field("experts.scale"),
+        "topk_group": Field("experts.top_groups"),
     },
     fixed={"experts.scores": "sigmoid"},
-    groups=[LatentHeads(max_positions=4096), shared.ExpertLayers(3, 2048, 1)],
+    groups=[LatentHeads(), shared.ExpertLayers()],
     architectures=shared.causal_lm("DeepseekV3"),
+    has_parts=_is_latent,
     neutral={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     # Of training, and of layers that predict further tokens.
     harmless=("aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux"),
@@ -194,14 +190,15 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_V2 = Family(
     fields={
         **_FIELDS,
-        "mlp_bias": Field("mlp.bias", default=False),
-        "n_routed_experts": Field("experts.num_experts", default=64),
-        "num_experts_per_tok": Field("experts.top_k"),
-        "routed_scaling_factor": Field("experts.scale", default=1.0),
+        "mlp_bias": Field("mlp.bias"),
+        "n_routed_experts": Field("experts.num_experts", back=shared.experts_or_none),
+        "num_experts_per_tok": Field("experts.top_k", default=REQUIRED),
+        "routed_scaling_factor": Field("experts.scale"),
     },
     fixed={"experts.scores": "grouped_softmax", "experts.normalise": False},
-    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(0, 1407, 2), ExpertGroups()],
+    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(), ExpertGroups()],
     architectures=shared.causal_lm("DeepseekV2"),
+    has_parts=_is_latent,
     neutral={"moe_layer_freq": (1,), "norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     harmless=("aux_loss_alpha", "ep_size", "seq_aux"),
     tensors=_tensors(),

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.family import (
-    ConfigEdit,
+    PUBLISHED,
     EncoderDecoderFamily,
     Field,
     FieldGroup,
@@ -24,6 +25,25 @@ from shardax.models.family import (
 from shardax.models.tensors import Tensor, Tensors, embedding, in_layers, linear, norm, part
 
 # --- what they share ------------------------------------------------------------------------------
+
+
+_START = {"decoder_start_token_id": Field("start_token", kind=kinds.INTEGER.or_null)}
+
+
+def _halves(
+    fixed: Mapping[str, Any],
+    heads: Mapping[str, Mapping[str, Any]],
+    encoder: Mapping[str, Any],
+    decoder: Mapping[str, Any],
+) -> dict[str, HalfFamily]:
+    """Returns the halves of a family, by what they share and the fields and groups of each."""
+    of_encoder = {**fixed, "causal": False, "head": None}
+    of_decoder = {**fixed, "attention.cross_attention": True}
+    headless = {name: {} for name in heads}
+    return {
+        "encoder": HalfFamily(tensors=(), fixed=of_encoder, architectures=headless, **encoder),
+        "decoder": HalfFamily(tensors=(), fixed=of_decoder, architectures=heads, **decoder),
+    }
 
 
 def _half(name: str, tensors: Tensors) -> Tensors:
@@ -54,8 +74,8 @@ def _shared_embedding(name: str) -> Tensors:
 class Units(FieldGroup):
     """The activation of the MLP, and whether it is gated."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        name = take("feed_forward_proj", "relu", kind=kinds.TEXT)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        name = take("feed_forward_proj", PUBLISHED, kind=kinds.TEXT)
         gate, _, activation = name.rpartition("-")
         kinds.check_supported("feed_forward_proj", name, gate in ("", "gated"))
         # These two go before the first one, if they are there.
@@ -67,39 +87,40 @@ class Units(FieldGroup):
             "activation": kinds.known_activation("dense_act_fn", activation),
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.gated", "activation"):
-            name = kinds.published_activation(edit.config.activation)
-            edit.content["feed_forward_proj"] = f"gated-{name}" if edit.value("mlp.gated") else name
-            edit.content["dense_act_fn"] = name
-            edit.content["is_gated_act"] = edit.value("mlp.gated")
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        is_gated = config.mlp is not None and config.mlp.gated
+        name = kinds.published_activation(config.activation)
+        return {
+            "feed_forward_proj": f"gated-{name}" if is_gated else name,
+            "dense_act_fn": name,
+            "is_gated_act": is_gated,
+        }
 
 
 class DecoderLayers(FieldGroup):
     """The decoder's number of layers, by default the encoder's."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_decoder_layers", None, kind=kinds.SIZE.or_null)
-        return {"num_layers": take("num_layers", 6, kind=kinds.SIZE) if count is None else count}
+        encoder_count = take("num_layers", PUBLISHED, kind=kinds.SIZE)
+        return {"num_layers": encoder_count if count is None else count}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("num_layers"):
-            edit.content["num_decoder_layers"] = edit.config.num_layers
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"num_decoder_layers": config.num_layers}
 
 
 class TiedDecoderHead(FieldGroup):
     """Whether the head is tied, and whether its inputs are scaled."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         is_tied = take("tie_word_embeddings", True, kind=kinds.BOOLEAN.or_null) is not False
         is_scaled = take("scale_decoder_outputs", is_tied, kind=kinds.BOOLEAN)
-        size = take("d_model", 512, kind=kinds.SIZE)
+        size = take("d_model", PUBLISHED, kind=kinds.SIZE)
         return {"output.tied": is_tied, "output.scale": size**-0.5 if is_scaled else None}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("output.tied", "output.scale"):
-            edit.content["tie_word_embeddings"] = edit.config.output.tied
-            edit.content["scale_decoder_outputs"] = edit.config.output.scale is not None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        is_scaled = config.output.scale is not None
+        return {"tie_word_embeddings": config.output.tied, "scale_decoder_outputs": is_scaled}
 
 
 class T5Family(EncoderDecoderFamily):
@@ -125,17 +146,16 @@ class T5Family(EncoderDecoderFamily):
 
 
 _FIELDS = {
-    "vocab_size": Field("vocab_size", default=32128),
-    "d_model": Field("embed_dim", default=512),
-    "d_kv": Field("attention.head_dim", default=64),
-    "d_ff": Field("mlp.dim", default=2048),
-    "num_heads": Field("attention.num_heads", default=8),
-    "dropout_rate": Field("dropout", "embedding.dropout", "attention.dropout", default=0.1),
-    "layer_norm_epsilon": Field("norms.epsilon", default=1e-6),
-    "relative_attention_num_buckets": Field("positions.relative_buckets", default=32),
-    "relative_attention_max_distance": Field("positions.farthest_distance", default=128),
+    "vocab_size": Field("vocab_size"),
+    "d_model": Field("embed_dim"),
+    "d_kv": Field("attention.head_dim"),
+    "d_ff": Field("mlp.dim"),
+    "num_heads": Field("attention.num_heads"),
+    "dropout_rate": Field("dropout", "embedding.dropout", "attention.dropout"),
+    "layer_norm_epsilon": Field("norms.epsilon"),
+    "relative_attention_num_buckets": Field("positions.relative_buckets"),
+    "relative_attention_max_distance": Field("positions.farthest_distance"),
 }
-_T5 = {"attention.rope": None, "attention.scale": 1.0}
 _ARCHITECTURES = {
     "T5ForConditionalGeneration": {},
     "T5WithLMHeadModel": {},  # its name of before 2020
@@ -145,7 +165,7 @@ _ARCHITECTURES = {
 
 def _t5_layers(stack: str, cross: Tensors, mlp: int) -> Tensors:
     """Describes the layers of a half, its distances and its last norm."""
-    layer = "layer.{number}.DenseReluDense".replace("{number}", str(mlp))
+    layer = f"layer.{mlp}.DenseReluDense"
     attn = "layer.0.SelfAttention"
     layers = in_layers(
         f"{stack}.block",
@@ -158,6 +178,8 @@ def _t5_layers(stack: str, cross: Tensors, mlp: int) -> Tensors:
         linear(f"{layer}.wo", to="mlp.down", inputs="mlp", outputs="embed"),
         norm(f"layer.{mlp}.layer_norm", to="mlp_norm"),
     )
+
+    # The first layer holds the distances of all.
     distances = f"{stack}.block.0.{attn}.relative_attention_bias"
     return _half(
         stack,
@@ -171,23 +193,13 @@ def _t5_layers(stack: str, cross: Tensors, mlp: int) -> Tensors:
 
 _READ_STATES = "layer.1.EncDecAttention"
 T5 = T5Family(
-    fields={},
-    halves={
-        "encoder": HalfFamily(
-            fields={**_FIELDS, "num_layers": Field("num_layers", default=6)},
-            tensors=(),
-            fixed={**_T5, "causal": False, "head": None},
-            groups=[Units()],
-            architectures={name: {} for name in _ARCHITECTURES},
-        ),
-        "decoder": HalfFamily(
-            fields=_FIELDS,
-            tensors=(),
-            fixed={**_T5, "attention.cross_attention": True},
-            groups=[Units(), DecoderLayers(), TiedDecoderHead()],
-            architectures=_ARCHITECTURES,
-        ),
-    },
+    fields=_START,
+    halves=_halves(
+        {"attention.rope": None, "attention.scale": 1.0},
+        _ARCHITECTURES,
+        {"fields": {**_FIELDS, "num_layers": Field("num_layers")}, "groups": [Units()]},
+        {"fields": _FIELDS, "groups": [Units(), DecoderLayers(), TiedDecoderHead()]},
+    ),
     architectures=_ARCHITECTURES,
     neutral={"is_encoder_decoder": (True,)},
     harmless=("initializer_factor", "n_positions"),
@@ -212,61 +224,43 @@ T5 = T5Family(
 # --- BART -----------------------------------------------------------------------------------------
 
 
-class LearnedPositions(FieldGroup):
-    """The number of learned positions, behind two rows that are not read."""
-
-    ROWS = 2
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("max_position_embeddings", 1024, kind=kinds.SIZE)
-        return {"positions.max_positions": count + self.ROWS, "positions.offset": self.ROWS}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("positions.max_positions"):
-            edit.content["max_position_embeddings"] = (
-                edit.config.positions.max_positions - self.ROWS
-            )
-
-
 class RootScale(FieldGroup):
     """Whether the embedding is multiplied by the root of its size."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        is_scaled = take("scale_embedding", False, kind=kinds.BOOLEAN.or_null)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        is_scaled = take("scale_embedding", PUBLISHED, kind=kinds.BOOLEAN.or_null)
         return {"embedding.scale": take("d_model", kind=kinds.SIZE) ** 0.5 if is_scaled else None}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("embedding.scale"):
-            edit.content["scale_embedding"] = edit.config.embedding.scale is not None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"scale_embedding": config.embedding.scale is not None}
 
 
 class EncoderLayers(FieldGroup):
     """The number of layers of the encoder, which files may have twice."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older = ("num_hidden_layers",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("encoder_layers", kind=kinds.SIZE)
         again = take("num_hidden_layers", count, kind=kinds.SIZE)
         beside = f" beside encoder_layers={count}"
         kinds.check_supported("num_hidden_layers", again, again == count, beside)
         return {}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("num_layers") and "num_hidden_layers" in edit.content:
-            edit.content["num_hidden_layers"] = edit.config.num_layers
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"encoder_layers": config.num_layers}
 
 
-def _half_fields(
-    half: str, width: int, layers: int, heads: int, mlp: int, dropout: float
-) -> dict[str, Field]:
-    """Returns the fields of a half, with their defaults."""
+def _half_fields(half: str) -> dict[str, Field]:
+    """Returns the fields of a half."""
     return {
-        "d_model": Field("embed_dim", default=width),
-        f"{half}_layers": Field("num_layers", default=layers),
-        f"{half}_attention_heads": Field("attention.num_heads", default=heads),
-        f"{half}_ffn_dim": Field("mlp.dim", default=mlp),
-        "activation_function": Field("activation", default="gelu"),
-        "attention_dropout": Field("attention.dropout", default=0.0),
-        "dropout": Field("dropout", "embedding.dropout", default=dropout),
+        "d_model": Field("embed_dim"),
+        f"{half}_layers": Field("num_layers"),
+        f"{half}_attention_heads": Field("attention.num_heads"),
+        f"{half}_ffn_dim": Field("mlp.dim"),
+        "activation_function": Field("activation"),
+        "attention_dropout": Field("attention.dropout"),
+        "dropout": Field("dropout", "embedding.dropout"),
     }
 
 
@@ -291,9 +285,17 @@ _BIASED = {
     "mlp.gated": False,
     "attention.rope": None,
 }
-_BART = {**_BIASED, "norms.placement": "after", "embedding.norm": True}
-_BART_FIELDS = {"vocab_size": Field("vocab_size", default=50265)}
-_BART_GROUPS = [LearnedPositions(), RootScale()]
+_ROWS = 2  # before those of positions, which nothing reads
+_BART = {**_BIASED, "norms.placement": "after", "embedding.norm": True, "positions.offset": _ROWS}
+_BART_FIELDS = {
+    "vocab_size": Field("vocab_size"),
+    "max_position_embeddings": Field(
+        "positions.max_positions",
+        kind=kinds.SIZE,
+        to=lambda count: count + _ROWS,
+        back=lambda config: config.positions.max_positions - _ROWS,
+    ),
+}
 _BART_HEADS = {
     "BartForConditionalGeneration": {"output.bias": True, "output.tied": True},
     "BartModel": {"head": None},
@@ -308,30 +310,19 @@ def _bart_embeddings(half: str) -> Tensors:
 
 
 BART = EncoderDecoderFamily(
-    fields={},
-    halves={
-        "encoder": HalfFamily(
-            fields={**_BART_FIELDS, **_half_fields("encoder", 1024, 12, 16, 4096, 0.1)},
-            tensors=(),
-            fixed={**_BART, "causal": False, "head": None},
-            groups=[*_BART_GROUPS, EncoderLayers()],
-            architectures={name: {} for name in _BART_HEADS},
-        ),
-        "decoder": HalfFamily(
-            fields={**_BART_FIELDS, **_half_fields("decoder", 1024, 12, 16, 4096, 0.1)},
-            tensors=(),
-            fixed={**_BART, "attention.cross_attention": True},
-            groups=_BART_GROUPS,
-            architectures=_BART_HEADS,
-        ),
-    },
+    fields=_START,
+    halves=_halves(
+        _BART,
+        _BART_HEADS,
+        {
+            "fields": {**_BART_FIELDS, **_half_fields("encoder")},
+            "groups": [RootScale(), EncoderLayers()],
+        },
+        {"fields": {**_BART_FIELDS, **_half_fields("decoder")}, "groups": [RootScale()]},
+    ),
     architectures=_BART_HEADS,
-    defaults={"decoder_start_token_id": 2},
     neutral={
         "is_encoder_decoder": (True,),
-        "tie_word_embeddings": (True,),  # else each half has an embedding of its own
-        "encoder_layerdrop": (0.0,),
-        "decoder_layerdrop": (0.0,),
         "add_bias_logits": (False,),
         "add_final_layer_norm": (False,),
         "normalize_before": (False,),
@@ -356,9 +347,15 @@ BART = EncoderDecoderFamily(
 
 # --- Whisper --------------------------------------------------------------------------------------
 
-_WHISPER = {**_BIASED, "attention.key_bias": False}
 _WHISPER_HEADS = {"WhisperForConditionalGeneration": {}, "WhisperModel": {"head": None}}
 _BEFORE = {"self_attn_layer_norm": "attn_norm", "final_layer_norm": "mlp_norm"}
+
+
+class NoTokens(FieldGroup):
+    """That the encoder has no vocabulary, whose size is the decoder's."""
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        return {"vocab_size": 0}
 
 
 def _frames(name: str) -> Tensors:
@@ -377,40 +374,29 @@ def _ends(half: str) -> Tensors:
 
 
 WHISPER = EncoderDecoderFamily(
-    fields={},
-    halves={
-        "encoder": HalfFamily(
-            fields={
-                **_half_fields("encoder", 384, 4, 6, 1536, 0.0),
-                "max_source_positions": Field("positions.max_positions", default=1500),
-                "num_mel_bins": Field("features.size", default=80),
+    fields=_START,
+    halves=_halves(
+        {**_BIASED, "attention.key_bias": False},
+        _WHISPER_HEADS,
+        {
+            "fields": {
+                **_half_fields("encoder"),
+                "max_source_positions": Field("positions.max_positions"),
+                "num_mel_bins": Field("features.size"),
             },
-            tensors=(),
-            fixed={**_WHISPER, "causal": False, "head": None, "vocab_size": 0},
-            groups=[EncoderLayers()],
-            architectures={name: {} for name in _WHISPER_HEADS},
-        ),
-        "decoder": HalfFamily(
-            fields={
-                **_half_fields("decoder", 384, 4, 6, 1536, 0.0),
-                "max_target_positions": Field("positions.max_positions", default=448),
-                "tie_word_embeddings": Field("output.tied", default=True),
-                "vocab_size": Field("vocab_size", default=51865),
-            },
-            tensors=(),
-            fixed={**_WHISPER, "attention.cross_attention": True},
-            architectures=_WHISPER_HEADS,
-        ),
-    },
+            "groups": [NoTokens(), EncoderLayers()],
+        },
+        {
+            "fields": {
+                **_half_fields("decoder"),
+                "max_target_positions": Field("positions.max_positions"),
+                "tie_word_embeddings": Field("output.tied"),
+                "vocab_size": Field("vocab_size"),
+            }
+        },
+    ),
     architectures=_WHISPER_HEADS,
-    defaults={"decoder_start_token_id": 50257},
-    neutral={
-        "is_encoder_decoder": (True,),
-        "encoder_layerdrop": (0.0,),
-        "decoder_layerdrop": (0.0,),
-        "apply_spec_augment": (False,),  # of training
-        "scale_embedding": (False,),
-    },
+    neutral={"is_encoder_decoder": (True,)},
     harmless=(
         *("activation_dropout", "init_std", "median_filter_width", "forced_decoder_ids"),
         *("classifier_proj_size", "use_weighted_layer_sum"),  # of heads of classes

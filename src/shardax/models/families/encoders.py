@@ -12,23 +12,24 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import RotaryByLayerType
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import HEADS, Tensor, Tensors, embedding, in_layers, linear, norm, part
 
 # --- what they share ------------------------------------------------------------------------------
 
 _FIELDS = {
     **shared.SIZES,
-    "hidden_act": Field("activation", default="gelu"),
-    "layer_norm_eps": Field("norms.epsilon", default=1e-12),
+    "hidden_act": Field("activation"),
+    "layer_norm_eps": Field("norms.epsilon"),
 }
 _DROPOUT = {
-    "attention_probs_dropout_prob": Field("attention.dropout", default=0.1),
-    "hidden_dropout_prob": Field("dropout", "embedding.dropout", default=0.1),
+    "attention_probs_dropout_prob": Field("attention.dropout"),
+    "hidden_dropout_prob": Field("dropout", "embedding.dropout"),
 }
-_MAX_POSITIONS = {"max_position_embeddings": Field("positions.max_positions", default=512)}
+_MAX_POSITIONS = {"max_position_embeddings": Field("positions.max_positions")}
 _FIXED = {
     **shared.ALL_BIASES,
     "norms.kind": "layer",
@@ -126,12 +127,12 @@ BERT = Family(
         **_FIELDS,
         **_DROPOUT,
         **_MAX_POSITIONS,
-        "type_vocab_size": Field("embedding.token_types", default=2),
+        "type_vocab_size": Field("embedding.token_types"),
     },
     fixed=_AFTER,
     groups=[shared.Labels()],
     architectures=_heads("Bert", _MASKED, {"pool.dense": True}),
-    neutral={"position_embedding_type": ("absolute",), "tie_word_embeddings": (True,)},
+    neutral={"position_embedding_type": ("absolute",)},
     harmless=(
         *("directionality", "pooler_fc_size", "pooler_num_attention_heads"),
         *("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
@@ -167,7 +168,7 @@ _LM_HEAD = _word_head(
 _TWO_LAYERS = (*_pooler("classifier.dense"), *_classifier("classifier.out_proj"))
 
 ROBERTA = Family(
-    fields={**BERT.fields, "pad_token_id": Field("positions.pad_token", default=1)},
+    fields={**BERT.fields, "pad_token_id": Field("positions.pad_token")},
     fixed=_AFTER,
     groups=[shared.Labels()],
     architectures=_heads("Roberta", _OWN_GELU, {"pool.dense": True}),
@@ -185,15 +186,15 @@ XLM_ROBERTA = replace(ROBERTA, architectures=_heads("XLMRoberta", _OWN_GELU, {"p
 
 DISTILBERT = Family(
     fields={
-        "vocab_size": Field("vocab_size"),
-        "dim": Field("embed_dim"),
-        "hidden_dim": Field("mlp.dim"),
-        "n_layers": Field("num_layers"),
-        "n_heads": Field("attention.num_heads"),
-        "activation": Field("activation", default="gelu"),
-        "attention_dropout": Field("attention.dropout", default=0.1),
-        "dropout": Field("dropout", "embedding.dropout", default=0.1),
-        "tie_word_embeddings": Field("output.tied", default=True),
+        "vocab_size": Field("vocab_size", default=REQUIRED),
+        "dim": Field("embed_dim", default=REQUIRED),
+        "hidden_dim": Field("mlp.dim", default=REQUIRED),
+        "n_layers": Field("num_layers", default=REQUIRED),
+        "n_heads": Field("attention.num_heads", default=REQUIRED),
+        "activation": Field("activation"),
+        "attention_dropout": Field("attention.dropout"),
+        "dropout": Field("dropout", "embedding.dropout"),
+        "tie_word_embeddings": Field("output.tied"),
         **_MAX_POSITIONS,
     },
     fixed={**_AFTER, "norms.epsilon": 1e-12},
@@ -233,16 +234,15 @@ DISTILBERT = Family(
 class EmbeddingSize(FieldGroup):
     """The size of embeddings, projected if it is another."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         size, features = (
-            take("embedding_size", 128, kind=kinds.SIZE),
+            take("embedding_size", PUBLISHED, kind=kinds.SIZE),
             take("hidden_size", kind=kinds.SIZE),
         )
         return {"embedding.dim": 0 if size == features else size}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("embedding.dim", "embed_dim"):
-            edit.content["embedding_size"] = edit.config.embedding.dim or edit.config.embed_dim
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"embedding_size": config.embedding.dim or config.embed_dim}
 
 
 # The discriminator says of each token whether it was replaced; the generator masks words.
@@ -250,7 +250,7 @@ _ELECTRA_HEADS = _heads("Electra", _OWN_GELU, {"pool.dense": True}, pooler=False
 _ELECTRA_CLASSES = {"head": "first", "pool.dense": True, "pool.activation": "exact_gelu"}
 
 ELECTRA = Family(
-    fields={**BERT.fields, "tie_word_embeddings": Field("output.tied", default=True)},
+    fields={**BERT.fields, "tie_word_embeddings": Field("output.tied")},
     fixed=_AFTER,
     groups=[EmbeddingSize(), shared.Labels()],
     architectures={
@@ -295,7 +295,6 @@ MPNET = Family(
     fixed={**_AFTER, "positions.pad_token": 1, "positions.relative_buckets": 32},
     groups=[shared.Labels()],
     architectures=_heads("MPNet", _OWN_GELU, {"pool.dense": True}),
-    neutral={"relative_attention_num_buckets": (32,), "tie_word_embeddings": (True,)},
     prefix="mpnet.",
     buffers=("embeddings.position_ids", "mpnet.pooler.dense.weight", "mpnet.pooler.dense.bias"),
     tensors=(
@@ -322,16 +321,15 @@ MPNET = Family(
 class LocalAttention(FieldGroup):
     """Windows to both sides, of all layers but some."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        window = take("local_attention", 128, kind=kinds.INTEGER) // 2 + 1
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        window = take("local_attention", PUBLISHED, kind=kinds.INTEGER) // 2 + 1
         period = take("global_attn_every_n_layers", 3, kind=kinds.SIZE)
         return shared.windows_by_layer(take, window, lambda layer: layer % period > 0)
 
-    def write(self, edit: ConfigEdit) -> None:
-        shared.write_windows(edit)
-        window = edit.content.pop("sliding_window", None)
-        if window is not None:
-            edit.content["local_attention"] = 2 * (window - 1)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        fields = shared.window_fields(config)
+        window = fields.pop("sliding_window")
+        return fields if window is None else {**fields, "local_attention": 2 * (window - 1)}
 
 
 class Pooling(FieldGroup):
@@ -339,29 +337,16 @@ class Pooling(FieldGroup):
 
     names: ClassVar = {"cls": "first", "mean": "mean"}
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        name = take("classifier_pooling", "cls", kind=kinds.TEXT)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        name = take("classifier_pooling", PUBLISHED, kind=kinds.TEXT)
         fits = name in self.names
         kinds.check_supported("classifier_pooling", name, fits, ", only 'cls' or 'mean'")
         return {"pool.kind": self.names[name]}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pool.kind"):
-            published = {pooling: name for name, pooling in self.names.items()}
-            if edit.config.pool.kind in published:
-                edit.content["classifier_pooling"] = published[edit.config.pool.kind]
-
-
-class NormBias(FieldGroup):
-    """Whether norms have biases."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        has_bias = take("norm_bias", False, kind=kinds.BOOLEAN.or_null)
-        return {"norms.kind": "layer" if has_bias else "layer_unbiased"}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("norms.kind"):
-            edit.content["norm_bias"] = edit.config.norms.kind == "layer"
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        published = {pooling: name for name, pooling in self.names.items()}
+        kind = config.pool.kind
+        return {"classifier_pooling": published[kind]} if kind in published else {}
 
 
 _BEFORE_HEAD = _transform("head.dense", "head.norm")
@@ -370,27 +355,29 @@ _MODERN_CLASSES = (*_BEFORE_HEAD, *_classifier("classifier"))
 MODERNBERT = Family(
     fields={
         **shared.SIZES,
-        "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=False),
-        "classifier_activation": Field("output.activation", default="gelu"),
-        "classifier_bias": Field("output.transform_bias", default=False),
-        "decoder_bias": Field("output.bias", default=True),
-        "embedding_dropout": Field("embedding.dropout", default=0.0),
-        "hidden_activation": Field("activation", default="gelu"),
-        "mlp_bias": Field("mlp.bias", default=False),
-        "norm_eps": Field("norms.epsilon", default=1e-5),
-        "tie_word_embeddings": Field("output.tied", default=True),
+        "attention_bias": Field("attention.qkv_bias", "attention.out_bias"),
+        "classifier_activation": Field("output.activation"),
+        "classifier_bias": Field("output.transform_bias"),
+        "decoder_bias": Field("output.bias"),
+        "embedding_dropout": Field("embedding.dropout"),
+        "hidden_activation": Field("activation"),
+        "mlp_bias": Field("mlp.bias"),
+        "norm_bias": Field(
+            "norms.kind",
+            kind=kinds.BOOLEAN.or_null,
+            to=lambda has_bias: "layer" if has_bias else "layer_unbiased",
+            back=lambda config: config.norms.kind == "layer",
+        ),
+        "norm_eps": Field("norms.epsilon"),
+        "tie_word_embeddings": Field("output.tied"),
     },
     fixed={"causal": False, "embedding.norm": True, "norms.first": False},
     groups=[
         RotaryByLayerType(
-            ("global_rope_theta", 160_000.0),
-            ("local_rope_theta", 10_000.0),
-            max_positions=8192,
-            is_scaled=False,
+            ("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0), is_scaled=False
         ),
         LocalAttention(),
         Pooling(),
-        NormBias(),
         shared.Labels(),
     ],
     architectures={
@@ -398,7 +385,7 @@ MODERNBERT = Family(
         for name, parts in _heads("ModernBert", {}, {}, pooler=False).items()
     },
     # Dropout there stands in other places than here, and published models have none.
-    neutral={"attention_dropout": (0.0,), "mlp_dropout": (0.0,)},
+    neutral={"attention_dropout": (0.0,)},
     harmless=(
         *("cls_token_id", "deterministic_flash_attn", "initializer_cutoff_factor"),
         *("layer_norm_eps", "position_embedding_type", "reference_compile"),
@@ -435,12 +422,12 @@ MODERNBERT = Family(
 class PatchPositions(FieldGroup):
     """The number of positions: of patches, and of the vector before them."""
 
-    def __init__(self, patch_size: int, *, first_vector: bool = True) -> None:
-        self.patch_size, self.first_vector = patch_size, first_vector
+    def __init__(self, first_vector: bool = True) -> None:
+        self.first_vector = first_vector
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        side = take("patch_size", self.patch_size, kind=kinds.SIZE)
-        per_side = take("image_size", 224, kind=kinds.SIZE) // max(side, 1)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        side = take("patch_size", PUBLISHED, kind=kinds.SIZE)
+        per_side = take("image_size", PUBLISHED, kind=kinds.SIZE) // max(side, 1)
         return {"vocab_size": 0, "positions.max_positions": per_side**2 + self.first_vector}
 
 
@@ -462,21 +449,20 @@ def _patches(model: str) -> Tensors:
 
 VIT = Family(
     fields={
-        **{name: field for name, field in _FIELDS.items() if name != "vocab_size"},
-        "attention_probs_dropout_prob": Field("attention.dropout", default=0.0),
-        "hidden_dropout_prob": Field("dropout", "embedding.dropout", default=0.0),
-        "image_size": Field("image.size", default=224),
-        "num_channels": Field("image.channels", default=3),
-        "patch_size": Field("image.patch_size", default=16),
-        "qkv_bias": Field("attention.qkv_bias", default=True),
+        **shared.without(_FIELDS, "vocab_size"),
+        "attention_probs_dropout_prob": Field("attention.dropout"),
+        "hidden_dropout_prob": Field("dropout", "embedding.dropout"),
+        "image_size": Field("image.size"),
+        "num_channels": Field("image.channels"),
+        "patch_size": Field("image.patch_size"),
+        "qkv_bias": Field("attention.qkv_bias"),
     },
     fixed=_FIXED,
-    groups=[PatchPositions(16), shared.Labels()],
+    groups=[PatchPositions(), shared.Labels()],
     architectures={
         "ViTForImageClassification": {"head": "first"},
         "ViTModel": {"head": None, "pool.dense": True},
     },
-    neutral={"pooler_act": ("tanh",)},
     harmless=("encoder_stride", "pooler_output_size", "tie_word_embeddings", "vocab_size"),
     prefix="vit.",
     buffers=(),
@@ -500,52 +486,44 @@ VIT = Family(
 class BackboneStages(FieldGroup):
     """Names of stages, of interest to backbones alone."""
 
-    NAMES = ("out_features", "out_indices", "stage_names")
+    # There is a name for each layer; transformers makes them anew, and refuses other ones.
+    older = ("out_features", "out_indices", "stage_names")
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        return {}
-
-    def write(self, edit: ConfigEdit) -> None:
-        # There is a name for each layer; transformers makes them anew, and refuses other ones.
-        if edit.changes("num_layers"):
-            for name in self.NAMES:
-                edit.content.pop(name, None)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"num_hidden_layers": config.num_layers}
 
 
 class MlpRatio(FieldGroup):
     """The size of the MLP's hidden layer, by a ratio."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        ratio = take("mlp_ratio", 4, kind=kinds.NUMBER.positive)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        ratio = take("mlp_ratio", PUBLISHED, kind=kinds.NUMBER.positive)
         size = take("hidden_size", kind=kinds.SIZE) * ratio
         return {"mlp.dim": kinds.whole(f"mlp_ratio={ratio!r}", size)}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.dim", "embed_dim"):
-            ratio = edit.value("mlp.dim") / edit.config.embed_dim
-            edit.content["mlp_ratio"] = int(ratio) if ratio.is_integer() else ratio
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        if config.mlp is None:
+            return {}
+        ratio, remainder = divmod(config.mlp.dim, config.embed_dim)
+        return {"mlp_ratio": config.mlp.dim / config.embed_dim if remainder else ratio}
 
 
 # What attention and MLP add is scaled. The head reads the first position and the mean of patches.
-_DINO_FIELDS = {name: field for name, field in VIT.fields.items() if name != "intermediate_size"}
 DINOV2 = Family(
     fields={
-        **_DINO_FIELDS,
-        "layer_norm_eps": Field("norms.epsilon", default=1e-6),
-        "patch_size": Field("image.patch_size", default=14),
-        "use_mask_token": Field("image.mask_patch", default=True),
+        **shared.without(VIT.fields, "intermediate_size"),
+        "use_mask_token": Field("image.mask_patch"),
     },
     fixed={**_FIXED, "layer_scale": True},
-    groups=[PatchPositions(14), MlpRatio(), BackboneStages(), shared.Labels()],
+    groups=[PatchPositions(), MlpRatio(), BackboneStages(), shared.Labels()],
     architectures={
         "Dinov2ForImageClassification": {"head": "first", "pool.kind": "first_and_mean"},
         "Dinov2Model": {"head": None},
     },
     # In evaluation a rate of paths changes nothing, but training would differ.
-    neutral={"drop_path_rate": (0.0,), "use_swiglu_ffn": (False,)},
     harmless=(
         *("apply_layernorm", "layerscale_value", "reshape_hidden_states", "tie_word_embeddings"),
-        *BackboneStages.NAMES,
+        *BackboneStages.older,
     ),
     prefix="dinov2.",
     buffers=(),

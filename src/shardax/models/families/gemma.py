@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import Tensors, norm
 
@@ -26,16 +27,15 @@ from shardax.models.tensors import Tensors, norm
 _FIELDS = {
     **shared.DECODER,
     **shared.ATTENTION_BIAS,
-    "head_dim": Field("attention.head_dim", default=256),
-    "rms_norm_eps": Field("norms.epsilon", default=1e-6),
-    "tie_word_embeddings": Field("output.tied", default=True),
+    "head_dim": Field("attention.head_dim"),
+    "rms_norm_eps": Field("norms.epsilon"),
 }
 
 
 class ScaledEmbedding(FieldGroup):
     """The factor of the embedding, the root of its size."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         return {"embedding.scale": take("hidden_size", kind=kinds.SIZE) ** 0.5}
 
 
@@ -45,8 +45,9 @@ class Activation(FieldGroup):
     def __init__(self, name: str) -> None:
         self.name = name
         self.alias = "hidden_act" if name == "hidden_activation" else "hidden_activation"
+        self.older = (self.alias,)
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         activation = take(self.name, "gelu_pytorch_tanh", kind=kinds.TEXT.or_null)
         alias = take(self.alias, None, kind=kinds.TEXT.or_null)
         names = {function for function in (activation, alias) if function is not None}
@@ -60,28 +61,22 @@ class Activation(FieldGroup):
             )
         return {"activation": functions.pop()}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("activation"):
-            activation = kinds.published_activation(edit.config.activation)
-            edit.content[self.name] = activation
-            if self.alias in edit.content:
-                edit.content[self.alias] = activation
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {self.name: kinds.published_activation(config.activation)}
 
 
 class QueryScale(FieldGroup):
     """The scale of attention's scores, by the square of its inverse."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        scalar = take("query_pre_attn_scalar", 256, kind=kinds.NUMBER.positive)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        scalar = take("query_pre_attn_scalar", PUBLISHED, kind=kinds.NUMBER.positive)
         return {"attention.scale": scalar**-0.5}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.scale", "attention.head_dim"):
-            attention = edit.config.attention
-            scale = attention.scale or attention.head_dim**-0.5
-            scalar = scale**-2
-            whole = max(round(scalar), 1)
-            edit.content["query_pre_attn_scalar"] = whole if whole**-0.5 == scale else scalar
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        scale = config.attention.scale or config.attention.head_dim**-0.5
+        scalar = scale**-2
+        whole = max(round(scalar), 1)
+        return {"query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar}
 
 
 def _sandwich_norms() -> Tensors:
@@ -96,9 +91,9 @@ def _sandwich_norms() -> Tensors:
 # --- the first ------------------------------------------------------------------------------------
 
 GEMMA = Family(
-    fields={**_FIELDS, "num_key_value_heads": Field("attention.num_kv_heads", default=16)},
+    fields=_FIELDS,
     fixed={"norms.kind": "rms_offset"},
-    groups=[Rotary(max_positions=8192), ScaledEmbedding(), Activation("hidden_act")],
+    groups=[Rotary(), ScaledEmbedding(), Activation("hidden_act")],
     architectures=shared.causal_lm("Gemma"),
     tensors=shared.decoder(),
 )
@@ -108,17 +103,16 @@ GEMMA = Family(
 GEMMA2 = Family(
     fields={
         **_FIELDS,
-        "attn_logit_softcapping": Field("attention.softcap", default=50.0),
-        "final_logit_softcapping": Field("output.softcap", default=30.0),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
+        "attn_logit_softcapping": Field("attention.softcap"),
+        "final_logit_softcapping": Field("output.softcap"),
     },
     fixed={"norms.kind": "rms_offset", "norms.placement": "sandwich"},
     groups=[
-        Rotary(max_positions=8192),
+        Rotary(),
         ScaledEmbedding(),
         Activation("hidden_activation"),
         QueryScale(),
-        shared.WindowsByLayer(4096, lambda layer: layer % 2 == 0),
+        shared.WindowsByLayer(lambda layer: layer % 2 == 0),
     ],
     architectures=shared.causal_lm("Gemma2"),
     harmless=("cache_implementation",),
@@ -131,31 +125,28 @@ GEMMA2 = Family(
 class AlternatingWindows(FieldGroup):
     """A window of all layers but each sixth, or another number."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         period = take("sliding_window_pattern", None, kind=kinds.SIZE.or_null) or 6
         newer_period = take("_sliding_window_pattern", None, kind=kinds.SIZE.or_null)
-        windows = shared.read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
+        windows = shared.read_windows(take, lambda layer: (layer + 1) % period > 0)
         fits = take("layer_types", None) is not None or newer_period in (None, period)
         limits = f" without layer_types{kinds.UNNOTICED}: write sliding_window_pattern"
         kinds.check_supported("_sliding_window_pattern", newer_period, fits, limits)
         return windows
 
-    def write(self, edit: ConfigEdit) -> None:
-        shared.write_windows(edit)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return shared.window_fields(config)
 
 
 GEMMA3_TEXT = Family(
     fields={
         **_FIELDS,
         # transformers knows a soft cap of attention here, and leaves it out of the computation.
-        "final_logit_softcapping": Field("output.softcap", default=None),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
+        "final_logit_softcapping": Field("output.softcap"),
     },
     fixed={"norms.kind": "rms_offset", "norms.placement": "sandwich", "attention.qk_norm": "head"},
     groups=[
-        RotaryByLayerType(
-            ("rope_theta", 1e6), ("rope_local_base_freq", 1e4), max_positions=131_072
-        ),
+        RotaryByLayerType(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
         ScaledEmbedding(),
         Activation("hidden_activation"),
         QueryScale(),

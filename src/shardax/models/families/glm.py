@@ -11,22 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, Taker
+from shardax.models.family import PUBLISHED, Family, Field, Taker
 from shardax.models.tensors import Tensor, in_layers, norm
 
 # Half of a head is turned, its real and imaginary parts alternating; gate and up are one tensor.
 GLM4 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        "attention_bias": Field("attention.qkv_bias", default=True),
-        "head_dim": Field("attention.head_dim", default=128),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=2),
-        "rms_norm_eps": Field("norms.epsilon", default=1.5625e-7),
-    },
+    fields={**shared.GATED_DECODER, "attention_bias": Field("attention.qkv_bias")},
     fixed={"norms.placement": "sandwich"},
-    groups=[Rotary(fraction=0.5, max_positions=131_072, interleaved=True)],
+    groups=[Rotary(fraction=0.5, interleaved=True)],
     architectures=shared.causal_lm("Glm4"),
     tensors=(
         *shared.ends(),
@@ -45,32 +40,28 @@ GLM4 = Family(
 class NormedExpertLayers(shared.ExpertLayers):
     """The layers with experts, and whether queries and keys have norms."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        has_norms = take("use_qk_norm", False, kind=kinds.BOOLEAN)
-        return {**super().read(take), "attention.qk_norm": "head" if has_norms else None}
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        has_norms = take("use_qk_norm", PUBLISHED, kind=kinds.BOOLEAN)
+        return {**super().to(take), "attention.qk_norm": "head" if has_norms else None}
 
-    def write(self, edit: ConfigEdit) -> None:
-        super().write(edit)
-        if edit.changes("attention.qk_norm"):
-            edit.content["use_qk_norm"] = edit.config.attention.qk_norm is not None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {**super().back(config), "use_qk_norm": config.attention.qk_norm is not None}
 
 
 # The layers of Llama, half of a head turned; experts are chosen by sigmoids.
 GLM4_MOE = Family(
     fields={
         **shared.GATED_DECODER,
-        "attention_bias": Field("attention.qkv_bias", default=False),
-        "n_group": Field("experts.num_groups", default=1),
-        "n_routed_experts": Field("experts.num_experts", default=128),
-        "norm_topk_prob": Field("experts.normalise", default=True),
-        "num_experts_per_tok": Field("experts.top_k", default=8),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
-        "routed_scaling_factor": Field("experts.scale", default=1.0),
-        "topk_group": Field("experts.top_groups", default=1),
+        "attention_bias": Field("attention.qkv_bias"),
+        "n_group": Field("experts.num_groups"),
+        "n_routed_experts": Field("experts.num_experts", back=shared.experts_or_none),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "routed_scaling_factor": Field("experts.scale"),
+        "topk_group": Field("experts.top_groups"),
     },
     fixed={"experts.scores": "sigmoid"},
-    groups=[Rotary(fraction=0.5, max_positions=131_072), NormedExpertLayers(1, 1408, 1)],
+    groups=[Rotary(fraction=0.5), NormedExpertLayers()],
     architectures=shared.causal_lm("Glm4Moe"),
     # Of layers that predict further tokens, which transformers does not read either.
     harmless=("num_mtp_layers", "num_nextn_predict_layers"),

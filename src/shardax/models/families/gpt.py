@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Family, Field, FieldGroup, Taker
 from shardax.models.quantized import mxfp4
 from shardax.models.tensors import (
     HEADS,
@@ -34,26 +35,13 @@ from shardax.models.tensors import (
 class InnerSize(FieldGroup):
     """The size of the MLP, by default four times the embedding's."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         inner = take("n_inner", None, kind=kinds.INTEGER.or_null)
         size = take("n_embd", kind=kinds.SIZE)
         return {"mlp.dim": 4 * size if inner is None else inner}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.dim"):
-            edit.content["n_inner"] = edit.value("mlp.dim")
-
-
-class ScaledScores(FieldGroup):
-    """Whether scores are divided by the root of a head's size."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        is_scaled = take("scale_attn_weights", True, kind=kinds.BOOLEAN)
-        return {"attention.scale": None if is_scaled else 1.0}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.scale", "attention.head_dim"):
-            edit.content["scale_attn_weights"] = edit.config.attention.scale is None
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {} if config.mlp is None else {"n_inner": config.mlp.dim}
 
 
 def _third(index: int) -> AxisLike:
@@ -63,22 +51,27 @@ def _third(index: int) -> AxisLike:
 
 GPT2 = Family(
     fields={
-        "activation_function": Field("activation", default="gelu_new"),
-        "attn_pdrop": Field("attention.dropout", default=0.1),
-        "embd_pdrop": Field("embedding.dropout", default=0.1),
-        "layer_norm_epsilon": Field("norms.epsilon", default=1e-5),
-        "n_embd": Field("embed_dim"),
-        "n_head": Field("attention.num_heads"),
-        "n_layer": Field("num_layers"),
-        "n_positions": Field("positions.max_positions", default=1024),
-        "resid_pdrop": Field("dropout", default=0.1),
-        "tie_word_embeddings": Field("output.tied", default=True),
-        "vocab_size": Field("vocab_size"),
+        "activation_function": Field("activation"),
+        "attn_pdrop": Field("attention.dropout"),
+        "embd_pdrop": Field("embedding.dropout"),
+        "layer_norm_epsilon": Field("norms.epsilon"),
+        "n_embd": Field("embed_dim", default=REQUIRED),
+        "n_head": Field("attention.num_heads", default=REQUIRED),
+        "n_layer": Field("num_layers", default=REQUIRED),
+        "n_positions": Field("positions.max_positions"),
+        "resid_pdrop": Field("dropout"),
+        "scale_attn_weights": Field(
+            "attention.scale",
+            kind=kinds.BOOLEAN,
+            to=lambda is_scaled: None if is_scaled else 1.0,
+            back=lambda config: config.attention.scale is None,
+        ),
+        "tie_word_embeddings": Field("output.tied"),
+        "vocab_size": Field("vocab_size", default=REQUIRED),
     },
     fixed={**shared.ALL_BIASES, "norms.kind": "layer", "mlp.gated": False, "attention.rope": None},
-    groups=[InnerSize(), ScaledScores()],
+    groups=[InnerSize()],
     architectures={"GPT2LMHeadModel": {}, "GPT2Model": {"head": None, "output.tied": True}},
-    neutral={"scale_attn_by_inverse_layer_idx": (False,)},
     harmless=(
         *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
         *("summary_activation", "summary_first_dropout"),
@@ -108,9 +101,9 @@ GPT2 = Family(
 class NeoxRotary(Rotary):
     """The rotary embedding, with older names of its base and fraction."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         base = take("rotary_emb_base", 10_000.0, kind=kinds.NUMBER)
-        fraction = take("rotary_pct", 0.25, kind=kinds.NUMBER)
+        fraction = take("rotary_pct", self.fraction, kind=kinds.NUMBER)
         ignored = {
             name: take(name, None, kind=kinds.NUMBER.or_null)
             for name in ("rope_theta", "partial_rotary_factor")
@@ -125,17 +118,6 @@ class NeoxRotary(Rotary):
             fits = ignored[name] in (None, value)
             kinds.check_supported(name, ignored[name], fits, kinds.UNNOTICED + remedy)
         return {"attention.rope": rope}
-
-
-class ParallelResidual(FieldGroup):
-    """Whether attention and MLP read the same input."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"parallel": take("use_parallel_residual", True, kind=kinds.BOOLEAN)}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("parallel"):
-            edit.content["use_parallel_residual"] = edit.config.parallel
 
 
 def _interleaved(index: int) -> AxisLike:
@@ -157,15 +139,15 @@ GPT_NEOX = Family(
     fields={
         **shared.SIZES,
         **shared.ATTENTION_BIAS,
-        "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=True),
-        "attention_dropout": Field("attention.dropout", default=0.0),
-        "hidden_act": Field("activation", default="gelu"),
-        "hidden_dropout": Field("dropout", "embedding.dropout", default=0.0),
-        "layer_norm_eps": Field("norms.epsilon", default=1e-5),
-        "tie_word_embeddings": Field("output.tied", default=False),
+        "attention_dropout": Field("attention.dropout"),
+        "hidden_act": Field("activation"),
+        "hidden_dropout": Field("dropout", "embedding.dropout"),
+        "layer_norm_eps": Field("norms.epsilon"),
+        "tie_word_embeddings": Field("output.tied"),
+        "use_parallel_residual": Field("parallel", kind=kinds.BOOLEAN),
     },
     fixed={"mlp.bias": True, "norms.kind": "layer", "mlp.gated": False},
-    groups=[NeoxRotary(), ParallelResidual()],
+    groups=[NeoxRotary(fraction=0.25)],
     architectures=shared.causal_lm("GPTNeoX"),
     prefix="gpt_neox.",
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
@@ -187,16 +169,14 @@ GPT_NEOX = Family(
 STARCODER2 = Family(
     fields={
         **shared.DECODER,
-        "embedding_dropout": Field("embedding.dropout", default=0.0),
-        "hidden_act": Field("activation", default="gelu_pytorch_tanh"),
-        "norm_epsilon": Field("norms.epsilon", default=1e-5),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=2),
-        "residual_dropout": Field("dropout", default=0.0),
-        "tie_word_embeddings": Field("output.tied", default=True),
-        "use_bias": Field("attention.qkv_bias", "attention.out_bias", "mlp.bias", default=True),
+        "embedding_dropout": Field("embedding.dropout"),
+        "hidden_act": Field("activation"),
+        "norm_epsilon": Field("norms.epsilon"),
+        "residual_dropout": Field("dropout"),
+        "use_bias": Field("attention.qkv_bias", "attention.out_bias", "mlp.bias"),
     },
     fixed={"norms.kind": "layer", "mlp.gated": False},
-    groups=[Rotary(max_positions=4096), shared.Window()],
+    groups=[Rotary(), shared.Window()],
     architectures=shared.causal_lm("Starcoder2"),
     neutral={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
     tensors=(
@@ -216,10 +196,10 @@ STARCODER2 = Family(
 PHI = Family(
     fields={
         **shared.DECODER,
-        "embd_pdrop": Field("embedding.dropout", default=0.0),
-        "hidden_act": Field("activation", default="gelu_new"),
-        "layer_norm_eps": Field("norms.epsilon", default=1e-5),
-        "resid_pdrop": Field("dropout", default=0.0),
+        "embd_pdrop": Field("embedding.dropout"),
+        "hidden_act": Field("activation"),
+        "layer_norm_eps": Field("norms.epsilon"),
+        "resid_pdrop": Field("dropout"),
     },
     fixed={
         **shared.ALL_BIASES,
@@ -252,12 +232,12 @@ _YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
 class YarnRotary(Rotary):
     """The rotary embedding, by default YaRN."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         def take_table(name: str, *default: Any, **options: Any) -> Any:
             value = take(name, *default, **options)
             return _YARN if name == "rope_parameters" and value is None else value
 
-        return super().read(take_table)
+        return super().to(take_table)
 
 
 # The factor in the sigmoid of ``quick_gelu``.
@@ -267,20 +247,20 @@ _QUICK = 1.702
 class ClippedExperts(FieldGroup):
     """The bound and the factor of the experts' units, and how their kernels are packed."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         mxfp4.check_packing(take(mxfp4.PACKING, None, kind=kinds.TABLE.or_null))
         factor = take("swiglu_alpha", _QUICK, kind=kinds.NUMBER)
         return {
-            "experts.limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive),
+            "experts.limit": take("swiglu_limit", PUBLISHED, kind=kinds.NUMBER.positive),
             "experts.gate_factor": None if factor == _QUICK else float(factor),
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("experts.limit") and edit.value("experts.limit") is not None:
-            edit.content["swiglu_limit"] = edit.value("experts.limit")
-        if edit.changes("experts.gate_factor"):
-            factor = edit.value("experts.gate_factor")
-            edit.content["swiglu_alpha"] = _QUICK if factor is None else factor
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        if experts is None or experts.limit is None:
+            return {}
+        factor = _QUICK if experts.gate_factor is None else experts.gate_factor
+        return {"swiglu_limit": experts.limit, "swiglu_alpha": factor}
 
 
 def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
@@ -299,15 +279,12 @@ def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
 # Half of the layers have a window.
 GPT_OSS = Family(
     fields={
-        **{name: f for name, f in shared.GATED_DECODER.items() if name != "hidden_act"},
-        "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=True),
-        "head_dim": Field("attention.head_dim", default=64),
-        "intermediate_size": Field("mlp.dim", "experts.dim"),
-        "num_experts_per_tok": Field("experts.top_k", default=4),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-        "num_local_experts": Field("experts.num_experts", default=128),
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
+        **shared.without(shared.GATED_DECODER, "hidden_act"),
+        "attention_bias": Field("attention.qkv_bias", "attention.out_bias"),
+        "intermediate_size": Field("mlp.dim", "experts.dim", default=REQUIRED),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "num_local_experts": Field("experts.num_experts"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
     },
     fixed={
         "activation": "quick_gelu",
@@ -316,8 +293,8 @@ GPT_OSS = Family(
         "experts.normalise": True,
     },
     groups=[
-        YarnRotary(150_000.0, max_positions=131_072),
-        shared.WindowsByLayer(128, lambda layer: layer % 2 == 0, needs_size=True),
+        YarnRotary(150_000.0),
+        shared.WindowsByLayer(lambda layer: layer % 2 == 0, needs_size=True),
         ClippedExperts(),
     ],
     architectures=shared.causal_lm("GptOss"),

@@ -8,12 +8,13 @@ fields and defaults, ``modeling_*.py`` for tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardax.models import kinds
 from shardax.models.config.recurrent import (
     GatedDeltaConfig,
+    MixerConfig,
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
@@ -21,7 +22,7 @@ from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import (
     HEADS,
@@ -35,56 +36,86 @@ from shardax.models.tensors import (
 )
 
 
-def _with_layers(mixer: Any, chosen: Sequence[bool]) -> dict[str, Any]:
-    """Returns a mixer of chosen layers, as fields of ``TransformerConfig``."""
-    if not any(chosen):
-        return {}
-    layers = None if all(chosen) else tuple(chosen)
-    return {"recurrence.mixer": mixer, "recurrence.layers": layers}
+def _mixer_of(config: TransformerConfig) -> MixerConfig | None:
+    return None if config.recurrence is None else config.recurrence.mixer
 
 
-def _write_layers(edit: ConfigEdit, kind: str, older: str) -> None:
-    """Writes the layers of a kind, in place of an older field."""
-    config, content = edit.config, edit.content
-    if edit.changes("recurrence.mixer", "recurrence.layers", "num_layers"):
-        content.pop(older, None)
-        content["layer_types"] = [
-            kind if config.is_recurrent(index) else "full_attention"
-            for index in range(config.num_layers)
-        ]
+def _options_of_mixer(take: Taker, names: Mapping[str, str]) -> dict[str, Any]:
+    """Reads sizes and switches of a mixer, by their names in its config and in ``config.json``."""
+    return {
+        name: take(field, PUBLISHED, kind=kinds.BOOLEAN if name.endswith("bias") else kinds.SIZE)
+        for name, field in names.items()
+    }
 
 
-class ConvolutionLayers(FieldGroup):
+def _convolution(name: str, channels: Mapping[str, Sequence[str]]) -> list[Tensor]:
+    """Describes the kernels of one convolution, by the axes of the arrays that it runs over."""
+    return [
+        Tensor(
+            f"{name}.weight",
+            f"mixer.convolution.{array}_kernel",
+            (concatenated(*axes), part(0, of=1), "time"),
+            ("time", *axes),
+        )
+        for array, axes in channels.items()
+    ]
+
+
+class MixerLayers(FieldGroup):
+    """A mixer of some layers, and the layers that have it.
+
+    Attributes:
+        kind: What ``layer_types`` calls these layers.
+        mixer_class: The config of the mixer.
+        names: The fields of ``config.json`` by those of that config.
+    """
+
+    kind: ClassVar[str]
+    mixer_class: ClassVar[type[MixerConfig]]
+    names: ClassVar[Mapping[str, str]]
+
+    def read_layers(self, take: Taker, is_recurrent: Callable[[int], bool]) -> Mapping[str, Any]:
+        """Reads the layers, and returns the fields of ``TransformerConfig``."""
+        options = _options_of_mixer(take, self.names)
+        chosen = shared.read_layer_types(take, (self.kind, "full_attention"), is_recurrent)
+        if not any(chosen):
+            return {}
+        layers = None if all(chosen) else chosen
+        return {"recurrence.mixer": self.mixer_class(**options), "recurrence.layers": layers}
+
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        layers = map(config.is_recurrent, range(config.num_layers))
+        kinds_of_layers = [self.kind if is_chosen else "full_attention" for is_chosen in layers]
+        mixer = _mixer_of(config)
+        is_own = isinstance(mixer, self.mixer_class)
+        sizes = {field: getattr(mixer, name) for name, field in self.names.items() if is_own}
+        return {"layer_types": kinds_of_layers, **sizes}
+
+
+class ConvolutionLayers(MixerLayers):
     """Short convolutions, and the layers that have them."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        indices = take("full_attn_idxs", None, kind=kinds.INTEGERS.or_null)
-        size = take("conv_L_cache", 3, kind=kinds.SIZE)
-        use_bias = take("conv_bias", False, kind=kinds.BOOLEAN)
-        chosen = shared.read_layer_types(
-            take,
-            ("conv", "full_attention"),
-            lambda index: indices is not None and index not in indices,
-        )
-        return _with_layers(ShortConvolutionConfig(size, use_bias), chosen)
+    older = ("full_attn_idxs",)
+    kind: ClassVar = "conv"
+    mixer_class: ClassVar = ShortConvolutionConfig
+    names: ClassVar = {"size": "conv_L_cache", "use_bias": "conv_bias"}
 
-    def write(self, edit: ConfigEdit) -> None:
-        mixer = edit.value("recurrence.mixer")
-        if edit.changes("recurrence.mixer") and isinstance(mixer, ShortConvolutionConfig):
-            edit.content["conv_L_cache"] = mixer.size
-            edit.content["conv_bias"] = mixer.use_bias
-        _write_layers(edit, "conv", "full_attn_idxs")
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        full = take("full_attn_idxs", None, kind=kinds.INTEGERS.or_null)
+        return self.read_layers(take, lambda index: full is not None and index not in full)
 
 
 class AdjustedMLP(FieldGroup):
     """The size of the MLP, two thirds of a field rounded up."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older = ("block_ff_dim",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         size = take("intermediate_size", kind=kinds.SIZE)
         size = take("block_ff_dim", size, kind=kinds.SIZE)
-        is_adjusted = take("block_auto_adjust_ff_dim", True, kind=kinds.BOOLEAN)
-        factor = take("block_ffn_dim_multiplier", 1.0, kind=kinds.NUMBER.positive.or_null)
-        multiple = take("block_multiple_of", 256, kind=kinds.SIZE)
+        is_adjusted = take("block_auto_adjust_ff_dim", PUBLISHED, kind=kinds.BOOLEAN)
+        factor = take("block_ffn_dim_multiplier", PUBLISHED, kind=kinds.NUMBER.positive.or_null)
+        multiple = take("block_multiple_of", PUBLISHED, kind=kinds.SIZE)
         if is_adjusted:
             size = int(2 * size / 3)
             if factor is not None:
@@ -92,52 +123,44 @@ class AdjustedMLP(FieldGroup):
                 size = -(-kinds.whole(name, factor * size) // multiple) * multiple
         return {"mlp.dim": size}
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
-        mixer = None if config.recurrence is None else config.recurrence.mixer
-        if config.mlp is None or not isinstance(mixer, ShortConvolutionConfig):
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        if config.mlp is None:
             return {}
         return {"intermediate_size": config.mlp.dim, "block_auto_adjust_ff_dim": False}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp.dim"):
-            edit.content.pop("block_ff_dim", None)
-            edit.content["intermediate_size"] = edit.value("mlp.dim")
-            edit.content["block_auto_adjust_ff_dim"] = False
 
 
 class TiedHead(FieldGroup):
     """The older name of ``tie_word_embeddings``, which goes before it."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older = ("tie_embedding",)
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         tied = take("tie_embedding", None, kind=kinds.BOOLEAN.or_null)
         return {} if tied is None else {"output.tied": tied}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("output.tied"):
-            edit.content.pop("tie_embedding", None)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        return {"tie_word_embeddings": config.output.tied}
+
+
+def _is_convolutional(config: TransformerConfig) -> bool:
+    return config.mlp is not None and isinstance(_mixer_of(config), ShortConvolutionConfig)
 
 
 # --- LFM2 -----------------------------------------------------------------------------------------
 
-_SIZES = {name: field for name, field in shared.DECODER.items() if name != "intermediate_size"}
-del _SIZES["attention_dropout"]  # which its attention does not have
-
 LFM2 = Family(
     fields={
-        **_SIZES,
-        "head_dim": Field("attention.head_dim", default=None),
-        "norm_eps": Field("norms.epsilon", default=1e-5),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-        "tie_word_embeddings": Field("output.tied", default=True),
+        # Its attention has no dropout.
+        **shared.without(shared.DECODER, "attention_dropout", "intermediate_size"),
+        "head_dim": Field("attention.head_dim"),
+        "norm_eps": Field("norms.epsilon"),
+        "num_key_value_heads": Field("attention.num_kv_heads"),
+        "tie_word_embeddings": Field("output.tied"),
     },
     fixed={"attention.qk_norm": "head"},
-    groups=[
-        Rotary(base=1e6, max_positions=128_000),
-        ConvolutionLayers(),
-        AdjustedMLP(),
-        TiedHead(),
-    ],
+    groups=[Rotary(base=1e6), ConvolutionLayers(), AdjustedMLP(), TiedHead()],
     architectures=shared.causal_lm("Lfm2"),
+    has_parts=_is_convolutional,
     neutral={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
     harmless=(
         *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
@@ -162,9 +185,7 @@ LFM2 = Family(
                 Tensor("conv.conv.bias", "mixer.bias", ("mlp",)),
             ),
             linear("conv.out_proj", to="mixer.out", inputs="mlp", outputs="embed"),
-            linear("feed_forward.w1", to="mlp.gate", inputs="embed", outputs="mlp"),
-            linear("feed_forward.w3", to="mlp.up", inputs="embed", outputs="mlp"),
-            linear("feed_forward.w2", to="mlp.down", inputs="mlp", outputs="embed"),
+            shared.gated_mlp("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
         ),
     ),
 )
@@ -175,7 +196,6 @@ LFM2 = Family(
 class StateSpace(FieldGroup):
     """The mixer of all layers."""
 
-    is_beside: ClassVar[bool] = False  # attention
     # Of fields of ``StateSpaceConfig``, but for the heads.
     names: ClassVar[dict[str, str]] = {
         "num_groups": "n_groups",
@@ -186,26 +206,24 @@ class StateSpace(FieldGroup):
         "conv_bias": "use_conv_bias",
     }
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         heads, size = self.read_heads(take)
-        options = {
-            name: take(field, kind=kinds.BOOLEAN if name.endswith("bias") else kinds.SIZE)
-            for name, field in self.names.items()
-        }
-        activation = take("hidden_act", "silu", kind=kinds.TEXT)
+        options = _options_of_mixer(take, self.names)
+        activation = take("hidden_act", PUBLISHED, kind=kinds.TEXT)
         options["step_limits"] = _limits(take("time_step_limit", [0.0, math.inf]))
         options["activation"] = kinds.known_activation("hidden_act", activation)
         if heads % options["num_groups"]:
             groups = f"{self.names['num_groups']}={options['num_groups']}"
             raise PretrainedError(f"{groups} does not divide num_heads={heads}")
-        return {
-            "recurrence.mixer": StateSpaceConfig(heads, size, **options, **self.read_more(take))
-        }
+        options |= self.read_more(take)
+        return {"recurrence.mixer": StateSpaceConfig(heads, size, **options)}
 
     def read_heads(self, take: Taker) -> tuple[int, int]:
         """Reads number and size of heads."""
-        heads, size = take("num_heads", 128, kind=kinds.SIZE), take("head_dim", 64, kind=kinds.SIZE)
-        embed, expand = take("hidden_size", kind=kinds.SIZE), take("expand", 2, kind=kinds.SIZE)
+        heads = take("num_heads", PUBLISHED, kind=kinds.SIZE)
+        size = take("head_dim", PUBLISHED, kind=kinds.SIZE)
+        embed = take("hidden_size", kind=kinds.SIZE)
+        expand = take("expand", PUBLISHED, kind=kinds.SIZE)
         if embed * expand != heads * size:
             raise PretrainedError(
                 f"num_heads={heads} of head_dim={size} are not expand={expand} times "
@@ -217,21 +235,10 @@ class StateSpace(FieldGroup):
         """Reads further fields of ``StateSpaceConfig``."""
         return {}
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
-        recurrence = config.recurrence
-        if recurrence is None or recurrence.beside != self.is_beside:
-            return {}
-        mixer = recurrence.mixer
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        mixer = _mixer_of(config)
         is_own = isinstance(mixer, StateSpaceConfig)
         return self.written(mixer, config.embed_dim) if is_own else {}
-
-    def write(self, edit: ConfigEdit) -> None:
-        mixer, before = edit.value("recurrence.mixer"), edit.before("recurrence.mixer")
-        if not isinstance(mixer, StateSpaceConfig) or not isinstance(before, StateSpaceConfig):
-            return
-        old = self.written(before, edit.read.embed_dim)
-        new = self.written(mixer, edit.config.embed_dim)
-        edit.content |= {field: value for field, value in new.items() if value != old[field]}
 
     def written(self, mixer: StateSpaceConfig, embed: int) -> dict[str, Any]:
         """Returns the fields of a mixer."""
@@ -269,27 +276,21 @@ def _state_space(mixer: str) -> Tensors:
         "read": ("groups", "state"),
         "step": ("heads",),
     }
+
+    # The arrays stand behind one another, in this order.
     pairs = [
         linear(f"{mixer}.in_proj", f"mixer.{name}", "embed", concatenated(*axes))
         for name, axes in outputs.items()
     ]
+
     channels = {name: outputs[name] for name in ("value", "write", "read")}
-    kernels = [
-        Tensor(
-            f"{mixer}.conv1d.weight",
-            f"mixer.convolution.{name}_kernel",
-            (concatenated(*axes), part(0, of=1), "time"),
-            ("time", *axes),
-        )
-        for name, axes in channels.items()
-    ]
     biases = [
         Tensor(f"{mixer}.conv1d.bias", f"mixer.convolution.{name}_bias", (concatenated(*axes),))
         for name, axes in channels.items()
     ]
     return (
         *(tensor for pair in zip(*pairs, strict=True) for tensor in pair),
-        *kernels,
+        *_convolution(f"{mixer}.conv1d", channels),
         *biases,
         Tensor(f"{mixer}.dt_bias", "mixer.step_bias", ("heads",)),
         Tensor(f"{mixer}.A_log", "mixer.decay_log", ("heads",)),
@@ -299,14 +300,18 @@ def _state_space(mixer: str) -> Tensors:
     )
 
 
+def _has_state_space(config: TransformerConfig) -> bool:
+    return isinstance(_mixer_of(config), StateSpaceConfig)
+
+
 # A layer is a mixer alone. That residuals are kept in float32 changes rounding of narrower dtypes.
 MAMBA2 = Family(
     fields={
-        "vocab_size": Field("vocab_size"),
-        "hidden_size": Field("embed_dim"),
-        "num_hidden_layers": Field("num_layers"),
-        "layer_norm_epsilon": Field("norms.epsilon", default=1e-5),
-        "tie_word_embeddings": Field("output.tied", default=False),
+        "vocab_size": Field("vocab_size", default=REQUIRED),
+        "hidden_size": Field("embed_dim", default=REQUIRED),
+        "num_hidden_layers": Field("num_layers", default=REQUIRED),
+        "layer_norm_epsilon": Field("norms.epsilon"),
+        "tie_word_embeddings": Field("output.tied"),
     },
     fixed={
         "mlp.dim": 0,
@@ -315,25 +320,14 @@ MAMBA2 = Family(
         "attention.num_kv_heads": 1,
         "attention.head_dim": 1,
     },
-    defaults={
-        "n_groups": 8,
-        "state_size": 128,
-        "conv_kernel": 4,
-        "chunk_size": 256,
-        "use_bias": False,
-        "use_conv_bias": True,
-    },
     groups=[StateSpace()],
     architectures=shared.causal_lm("Mamba2"),
+    has_parts=lambda config: _has_state_space(config) and not config.recurrence.beside,
     harmless=(
         *("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max"),
         *("time_step_min", "time_step_rank", "time_step_init_scheme", "time_step_scale"),
-        *(
-            "norm_before_gate",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        ),  # which its modeling file does not read
+        # Which its modeling file does not read.
+        *("norm_before_gate", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     ),
     neutral={"rms_norm": (True,)},
     prefix="backbone.",
@@ -349,7 +343,6 @@ MAMBA2 = Family(
 class ScaledStateSpace(StateSpace):
     """The mixer beside attention, with factors of its projections."""
 
-    is_beside: ClassVar[bool] = True
     names: ClassVar[dict[str, str]] = {
         "num_groups": "mamba_n_groups",
         "state_dim": "mamba_d_state",
@@ -361,10 +354,12 @@ class ScaledStateSpace(StateSpace):
     }
 
     def read_heads(self, take: Taker) -> tuple[int, int]:
-        heads = take("mamba_n_heads", 128, kind=kinds.SIZE)
-        width = take("mamba_expand", 2, kind=kinds.SIZE) * take("hidden_size", kind=kinds.SIZE)
-        inner = take("mamba_d_ssm", 1024, kind=kinds.SIZE.or_null)
-        width, size = width if inner is None else inner, take("mamba_d_head", "auto")
+        heads = take("mamba_n_heads", PUBLISHED, kind=kinds.SIZE)
+        expand = take("mamba_expand", PUBLISHED, kind=kinds.SIZE)
+        inner = take("mamba_d_ssm", PUBLISHED, kind=kinds.SIZE.or_null)
+        width = expand * take("hidden_size", kind=kinds.SIZE) if inner is None else inner
+
+        size = take("mamba_d_head", PUBLISHED)
         size = width // heads if size == "auto" else size
         if type(size) is not int or size < 1 or size * heads != width:
             raise PretrainedError(
@@ -374,8 +369,8 @@ class ScaledStateSpace(StateSpace):
         return heads, size
 
     def read_more(self, take: Taker) -> Mapping[str, Any]:
-        has_norm = take("mamba_rms_norm", False, kind=kinds.BOOLEAN)
-        is_before = take("mamba_norm_before_gate", True, kind=kinds.BOOLEAN)
+        has_norm = take("mamba_rms_norm", PUBLISHED, kind=kinds.BOOLEAN)
+        is_before = take("mamba_norm_before_gate", PUBLISHED, kind=kinds.BOOLEAN)
         place = "before" if is_before else "behind"
         scales = read_factors(take, "ssm_multipliers", 5)
         return {"gate_norm": place if has_norm else None, "scales": scales}
@@ -393,26 +388,24 @@ class ScaledStateSpace(StateSpace):
 class Factors(FieldGroup):
     """Factors of keys, by the scale of scores, and of the MLP."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         gate, out = read_factors(take, "mlp_multipliers", 2)
         heads, size = take("num_attention_heads", kind=kinds.SIZE), take("head_dim", None)
         size = take("hidden_size", kind=kinds.SIZE) // heads if size is None else size
-        scale = take("key_multiplier", 1.0, kind=kinds.NUMBER)
+        scale = take("key_multiplier", PUBLISHED, kind=kinds.NUMBER)
         plain = size**-0.5 if type(size) is int and size > 0 else 1.0
         return {"attention.scale": scale * plain, "mlp.gate_scale": gate, "mlp.out_scale": out}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.scale", "attention.head_dim"):
-            attention = edit.config.attention
-            plain = attention.head_dim**-0.5
-            scale = plain if attention.scale is None else attention.scale
-            factor = scale / plain
-            near = (factor, math.nextafter(factor, -math.inf), math.nextafter(factor, math.inf))
-            exact = [number for number in near if number * plain == scale]
-            edit.content["key_multiplier"] = exact[0] if exact else factor
-        if edit.changes("mlp.gate_scale", "mlp.out_scale"):
-            factors = [edit.value("mlp.gate_scale"), edit.value("mlp.out_scale")]
-            edit.content["mlp_multipliers"] = factors
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        plain = config.attention.head_dim**-0.5
+        scale = plain if config.attention.scale is None else config.attention.scale
+        factor = scale / plain
+        near = (factor, math.nextafter(factor, -math.inf), math.nextafter(factor, math.inf))
+        exact = [number for number in near if number * plain == scale]
+        fields: dict[str, Any] = {"key_multiplier": exact[0] if exact else factor}
+        if config.mlp is not None:
+            fields["mlp_multipliers"] = [config.mlp.gate_scale, config.mlp.out_scale]
+        return fields
 
 
 def read_factors(take: Taker, name: str, count: int) -> tuple[float, ...]:
@@ -429,28 +422,18 @@ FALCON_H1 = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "attention_in_multiplier": Field("attention.in_scale", default=1.0),
-        "attention_out_multiplier": Field("attention.out_scale", default=1.0),
-        "embedding_multiplier": Field("embedding.scale", default=1.0),
-        "lm_head_multiplier": Field("output.scale", default=1.0),
-        "mlp_bias": Field("mlp.bias", default=False),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
-        "ssm_in_multiplier": Field("recurrence.in_scale", default=1.0),
-        "ssm_out_multiplier": Field("recurrence.out_scale", default=1.0),
+        "attention_in_multiplier": Field("attention.in_scale"),
+        "attention_out_multiplier": Field("attention.out_scale"),
+        "embedding_multiplier": Field("embedding.scale"),
+        "lm_head_multiplier": Field("output.scale"),
+        "mlp_bias": Field("mlp.bias"),
+        "ssm_in_multiplier": Field("recurrence.in_scale"),
+        "ssm_out_multiplier": Field("recurrence.out_scale"),
     },
     fixed={"recurrence.beside": True},
-    defaults={
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_chunk_size": 256,
-        "mamba_proj_bias": False,
-        "mamba_conv_bias": True,
-        "projectors_bias": False,
-    },
-    groups=[Rotary(max_positions=8192), ScaledStateSpace(), Factors()],
+    groups=[Rotary(), ScaledStateSpace(), Factors()],
     architectures=shared.causal_lm("FalconH1"),
+    has_parts=lambda config: _has_state_space(config) and config.recurrence.beside,
     harmless=(
         *("mamba_use_mlp", "mlp_expansion_factor", "num_logits_to_keep"),
         *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"),
@@ -462,9 +445,7 @@ FALCON_H1 = Family(
             shared.pre_norms("input_layernorm", "pre_ff_layernorm"),
             shared.attention(),
             _state_space("mamba"),
-            linear("feed_forward.gate_proj", to="mlp.gate", inputs="embed", outputs="mlp"),
-            linear("feed_forward.up_proj", to="mlp.up", inputs="embed", outputs="mlp"),
-            linear("feed_forward.down_proj", to="mlp.down", inputs="mlp", outputs="embed"),
+            shared.gated_mlp(*(f"feed_forward.{name}_proj" for name in ("gate", "up", "down"))),
         ),
     ),
 )
@@ -472,36 +453,31 @@ FALCON_H1 = Family(
 # --- Qwen3-Next -----------------------------------------------------------------------------------
 
 
-class DeltaLayers(FieldGroup):
+class DeltaLayers(MixerLayers):
     """The gated delta rule, and its layers."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    older = ("full_attention_interval",)
+    kind: ClassVar = "linear_attention"
+    mixer_class: ClassVar = GatedDeltaConfig
+    names: ClassVar = {
+        "num_heads": "linear_num_key_heads",
+        "head_dim": "linear_key_head_dim",
+        "num_value_heads": "linear_num_value_heads",
+        "value_dim": "linear_value_head_dim",
+        "size": "linear_conv_kernel_dim",
+    }
+
+    def to(self, take: Taker) -> Mapping[str, Any]:
         interval = take("full_attention_interval", 4, kind=kinds.SIZE)
-        sizes = {name: take(field, kind=kinds.SIZE) for field, name in _DELTA_FIELDS.items()}
-        heads, values = sizes["num_heads"], sizes["num_value_heads"]
+        heads = take("linear_num_key_heads", PUBLISHED, kind=kinds.SIZE)
+        values = take("linear_num_value_heads", PUBLISHED, kind=kinds.SIZE)
         if values % heads:
             raise PretrainedError(
                 f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={heads}"
             )
-        chosen = shared.read_layer_types(
-            take, ("linear_attention", "full_attention"), lambda index: (index + 1) % interval > 0
-        )
-        return _with_layers(GatedDeltaConfig(**sizes), chosen)
-
-    def write(self, edit: ConfigEdit) -> None:
-        mixer = edit.value("recurrence.mixer")
-        if edit.changes("recurrence.mixer") and isinstance(mixer, GatedDeltaConfig):
-            edit.content |= {field: getattr(mixer, name) for field, name in _DELTA_FIELDS.items()}
-        _write_layers(edit, "linear_attention", "full_attention_interval")
+        return self.read_layers(take, lambda index: (index + 1) % interval > 0)
 
 
-_DELTA_FIELDS = {
-    "linear_num_key_heads": "num_heads",
-    "linear_key_head_dim": "head_dim",
-    "linear_num_value_heads": "num_value_heads",
-    "linear_value_head_dim": "value_dim",
-    "linear_conv_kernel_dim": "size",
-}
 _DELTA_KEYS, _DELTA_VALUES = HEADS, ("heads", "values", "value_dim")
 
 
@@ -509,6 +485,8 @@ def _delta_rule() -> Tensors:
     """Describes the mixer, its projections head by head."""
     outputs = {"query": "head_dim", "key": "head_dim", "value": "values value_dim"}
     outputs["gate"] = outputs["value"]
+
+    # For each head anew.
     wide = [
         linear(
             "linear_attn.in_proj_qkvz",
@@ -527,20 +505,12 @@ def _delta_rule() -> Tensors:
         )[0]
         for index, name in enumerate(("beta", "step"))
     ]
+
     channels = {"query": _DELTA_KEYS, "key": _DELTA_KEYS, "value": _DELTA_VALUES}
-    kernels = [
-        Tensor(
-            "linear_attn.conv1d.weight",
-            f"mixer.convolution.{name}_kernel",
-            (concatenated(*axes), part(0, of=1), "time"),
-            ("time", *axes),
-        )
-        for name, axes in channels.items()
-    ]
     return (
         *wide,
         *narrow,
-        *kernels,
+        *_convolution("linear_attn.conv1d", channels),
         Tensor("linear_attn.dt_bias", "mixer.step_bias", (("heads", "values"),)),
         Tensor("linear_attn.A_log", "mixer.decay_log", (("heads", "values"),)),
         Tensor("linear_attn.norm.weight", "mixer.norm.scale", ("value_dim",)),
@@ -552,13 +522,11 @@ QWEN3_NEXT = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("attention.head_dim", default=256),
-        "moe_intermediate_size": Field("experts.dim", default=512),
-        "norm_topk_prob": Field("experts.normalise", default=True),
-        "num_experts_per_tok": Field("experts.top_k", default=10),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=2),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
-        "shared_expert_intermediate_size": Field("experts.shared_dim", default=512),
+        "moe_intermediate_size": Field("experts.dim"),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
+        "shared_expert_intermediate_size": Field("experts.shared_dim"),
     },
     fixed={
         "attention.gate": True,
@@ -566,14 +534,7 @@ QWEN3_NEXT = Family(
         "attention.qk_norm": "head",
         "experts.shared_gate": True,
     },
-    defaults={
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
-    groups=[Rotary(fraction=0.25, max_positions=32_768), SparseLayers(512), DeltaLayers()],
+    groups=[Rotary(fraction=0.25), SparseLayers(), DeltaLayers()],
     architectures=shared.causal_lm("Qwen3Next"),
     tensors=(
         *shared.ends(),

@@ -14,40 +14,27 @@ from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import HEADS, Tensor, concatenated, in_layers, linear, norm
 
 LLAMA = Family(
-    fields={
-        **shared.GATED_DECODER,
-        **shared.ATTENTION_BIAS,
-        "mlp_bias": Field("mlp.bias", default=False),
-    },
+    fields={**shared.GATED_DECODER, **shared.ATTENTION_BIAS, "mlp_bias": Field("mlp.bias")},
     groups=[Rotary()],
     architectures=shared.causal_lm("Llama"),
     tensors=shared.decoder(),
 )
 
 MISTRAL = Family(
-    fields={
-        **shared.GATED_DECODER,
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-    },
-    groups=[Rotary(max_positions=131_072), shared.Window(4096)],
+    fields={**shared.GATED_DECODER},
+    groups=[Rotary(), shared.Window()],
     architectures=shared.causal_lm("Mistral"),
     tensors=shared.decoder(),
 )
 
 # As Mistral, but some layers may have no window.
 MINISTRAL = Family(
-    fields={
-        **shared.GATED_DECODER,
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-    },
-    groups=[
-        Rotary(max_positions=131_072),
-        shared.WindowsByLayer(4096, lambda layer: True, needs_size=True),
-    ],
+    fields={**shared.GATED_DECODER},
+    groups=[Rotary(), shared.WindowsByLayer(lambda layer: True, needs_size=True)],
     architectures=shared.causal_lm("Ministral"),
     tensors=shared.decoder(),
 )
@@ -55,17 +42,14 @@ MINISTRAL = Family(
 MIXTRAL = Family(
     fields={
         **shared.GATED_DECODER,
-        "intermediate_size": Field("mlp.dim", "experts.dim"),
-        "num_experts_per_tok": Field("experts.top_k", default=2),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-        "num_local_experts": Field("experts.num_experts", default=8),
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
+        "intermediate_size": Field("mlp.dim", "experts.dim", default=REQUIRED),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "num_local_experts": Field("experts.num_experts"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
     },
     fixed={"experts.normalise": True},
-    groups=[Rotary(1e6, max_positions=131_072), shared.Window()],
+    groups=[Rotary(1e6), shared.Window()],
     architectures=shared.causal_lm("Mixtral"),
-    neutral={"router_jitter_noise": (0.0,)},
     tensors=shared.decoder(
         shared.experts(
             router="block_sparse_moe.gate.weight",
@@ -82,11 +66,10 @@ _QKV_AXES = {"axes": (concatenated(*HEADS), "embed"), "parameter_axes": ("embed"
 PHI3 = Family(
     fields={
         **shared.GATED_DECODER,
-        "embd_pdrop": Field("embedding.dropout", default=0.0),
-        "resid_pdrop": Field("dropout", default=0.0),
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+        "embd_pdrop": Field("embedding.dropout"),
+        "resid_pdrop": Field("dropout"),
     },
-    groups=[Rotary(types=["default"], max_positions=4096, partial=True), shared.Window()],
+    groups=[Rotary(types=["default"], partial=True), shared.Window()],
     architectures=shared.causal_lm("Phi3"),
     neutral={"attention_bias": (False,)},
     harmless=("original_max_position_embeddings",),
@@ -108,11 +91,7 @@ PHI3 = Family(
 
 # Norms stand behind attention and MLP; those of queries and keys are over all heads together.
 OLMO2 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        **shared.ATTENTION_BIAS,
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
-    },
+    fields={**shared.GATED_DECODER, **shared.ATTENTION_BIAS},
     fixed={"norms.placement": "post", "attention.qk_norm": "all"},
     groups=[Rotary()],
     architectures=shared.causal_lm("Olmo2"),
@@ -139,7 +118,7 @@ OLMO3 = Family(
     fixed=OLMO2.fixed,
     groups=[
         RotaryByLayerType(("rope_theta", 500_000.0), ("", 500_000.0)),
-        shared.WindowsByLayer(4096, lambda layer: (layer + 1) % 4 > 0, needs_size=True),
+        shared.WindowsByLayer(lambda layer: (layer + 1) % 4 > 0, needs_size=True),
     ],
     architectures=shared.causal_lm("Olmo3"),
     tensors=OLMO2.tensors,
@@ -150,15 +129,14 @@ OLMOE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "intermediate_size": Field("mlp.dim", "experts.dim"),
-        "norm_topk_prob": Field("experts.normalise", default=False),
-        "num_experts": Field("experts.num_experts", default=64),
-        "num_experts_per_tok": Field("experts.top_k", default=8),
-        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.01),
+        "intermediate_size": Field("mlp.dim", "experts.dim", default=REQUIRED),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts": Field("experts.num_experts"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
     },
     fixed={"attention.qk_norm": "all"},
-    groups=[Rotary(max_positions=4096)],
+    groups=[Rotary()],
     architectures=shared.causal_lm("Olmoe"),
     neutral={"clip_qkv": (None,)},
     tensors=(
@@ -185,86 +163,74 @@ _CHUNKED_TYPES = ("full_attention", "chunked_attention")
 class ChunkedLayers(FieldGroup):
     """Layers with a rotary embedding, by default those with chunks."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         rotated = shared.read_rotated_layers(take, may_be_empty=True)
-        size = take("attention_chunk_size", 8192, kind=kinds.SIZE)
+        size = take("attention_chunk_size", PUBLISHED, kind=kinds.SIZE)
         local = shared.read_layer_types(take, _CHUNKED_TYPES, rotated.__getitem__)
-        norms = take("use_qk_norm", True, kind=kinds.BOOLEAN)
+        factor = take("attn_scale", PUBLISHED, kind=kinds.NUMBER)
+        length = take("floor_scale", PUBLISHED, kind=kinds.NUMBER.positive)
+        growth = (float(factor), float(length))
+        is_grown = take("attn_temperature_tuning", PUBLISHED, kind=kinds.BOOLEAN)
         return {
             "attention.rope_layers": None if all(rotated) else rotated,
-            "attention.qk_norm": "unscaled" if norms else None,
-            **self._growth(take),
+            "attention.query_growth": growth if is_grown else None,
             **({"attention.window": size, "attention.chunked": True} if any(local) else {}),
             "attention.local_layers": None if all(local) or not any(local) else local,
         }
 
-    @staticmethod
-    def _growth(take: Taker) -> dict[str, Any]:
-        factor = take("attn_scale", 0.1, kind=kinds.NUMBER)
-        length = take("floor_scale", 8192, kind=kinds.NUMBER.positive)
-        if not take("attn_temperature_tuning", True, kind=kinds.BOOLEAN):
-            return {}
-        return {"attention.query_growth": (float(factor), float(length))}
-
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         attention, layers = config.attention, range(config.num_layers)
-        if edit.changes("attention.rope_layers", "num_layers"):
-            content["no_rope_layers"] = [int(attention.has_rope(index)) for index in layers]
-        if edit.changes("attention.qk_norm"):
-            content["use_qk_norm"] = attention.qk_norm is not None
-        if edit.changes("attention.query_growth"):
-            content["attn_temperature_tuning"] = attention.query_growth is not None
-            if attention.query_growth is not None:
-                factor, length = attention.query_growth
-                # An integer there, by the checks of transformers.
-                length = int(length) if length == int(length) else length
-                content |= {"attn_scale": factor, "floor_scale": length}
-        if edit.changes("attention.window") and attention.window is not None:
-            content["attention_chunk_size"] = attention.window
-        if edit.changes("attention.window", "attention.local_layers", "num_layers"):
-            local = map(attention.is_local, layers)
-            content["layer_types"] = [_CHUNKED_TYPES[is_local] for is_local in local]
+        fields: dict[str, Any] = {
+            "no_rope_layers": [int(attention.has_rope(index)) for index in layers],
+            "attn_temperature_tuning": attention.query_growth is not None,
+            "layer_types": [_CHUNKED_TYPES[attention.is_local(index)] for index in layers],
+        }
+        if attention.query_growth is not None:
+            factor, length = attention.query_growth
+            # An integer there, by the checks of transformers.
+            length = int(length) if length == int(length) else length
+            fields |= {"attn_scale": factor, "floor_scale": length}
+        if attention.window is not None:
+            fields["attention_chunk_size"] = attention.window
+        return fields
 
 
 class InterleavedExperts(FieldGroup):
     """The layers with experts, by their numbers or an interval."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=kinds.SIZE)
-        step = take("interleave_moe_layer_step", 1, kind=kinds.SIZE)
+        step = take("interleave_moe_layer_step", PUBLISHED, kind=kinds.SIZE)
         layers = take("moe_layers", None, kind=kinds.INTEGERS.or_null)
         layers = range(step - 1, count, step) if layers is None else layers
         size = take("intermediate_size", kind=kinds.SIZE)
         dense = tuple(index for index in range(count) if index not in layers)
         return {"experts.dense_layers": dense, "experts.dim": size, "experts.shared_dim": size}
 
-    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
         experts = config.experts
-        if experts is None or experts.scores != "input_sigmoid":
-            return {}
-        return {"intermediate_size": experts.dim}
+        if experts is None:
+            return {"moe_layers": []}
+        layers = [index for index in range(config.num_layers) if experts.in_layer(index)]
+        return {"moe_layers": layers, "intermediate_size": experts.dim}
 
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        if edit.changes("experts.dense_layers", "num_layers", "experts.num_experts"):
-            layers = [config.kind_of(index) for index in range(config.num_layers)]
-            content["moe_layers"] = [i for i, (_, has_experts) in enumerate(layers) if has_experts]
-            if not edit.value("experts.num_experts"):
-                content["num_local_experts"] = edit.before("experts.num_experts")
-        if edit.changes("experts.dim"):
-            content["intermediate_size"] = edit.value("experts.dim")
+
+def _scales_inputs_of_experts(config: TransformerConfig) -> bool:
+    return config.experts is not None and config.experts.scores == "input_sigmoid"
 
 
 _LLAMA4_FIELDS = {
-    **{name: f for name, f in shared.GATED_DECODER.items() if name != "intermediate_size"},
+    **shared.without(shared.GATED_DECODER, "intermediate_size"),
     **shared.ATTENTION_BIAS,
-    "head_dim": Field("attention.head_dim", default=128),
-    "intermediate_size_mlp": Field("mlp.dim", default=16384),
-    "num_experts_per_tok": Field("experts.top_k", default=1),
-    "num_key_value_heads": Field("attention.num_kv_heads", default=8),
-    "num_local_experts": Field("experts.num_experts", default=16),
-    "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+    "intermediate_size_mlp": Field("mlp.dim"),
+    "num_experts_per_tok": Field("experts.top_k"),
+    "num_local_experts": Field("experts.num_experts", back=shared.experts_or_none),
+    "use_qk_norm": Field(
+        "attention.qk_norm",
+        kind=kinds.BOOLEAN,
+        to=lambda has_norms: "unscaled" if has_norms else None,
+        back=lambda config: config.attention.qk_norm is not None,
+    ),
 }
 _GATE_AND_UP = ("expert", "embed", concatenated("mlp"))
 
@@ -273,16 +239,12 @@ LLAMA4_TEXT = Family(
     fixed={"experts.scores": "input_sigmoid"},
     groups=[
         # Others change the length of what they turn, before it is normalized.
-        Rotary(
-            500_000.0,
-            types=["default", "linear", "llama3"],
-            max_positions=131_072,
-            interleaved=True,
-        ),
+        Rotary(500_000.0, types=["default", "linear", "llama3"], interleaved=True),
         ChunkedLayers(),
         InterleavedExperts(),
     ],
     architectures={"Llama4ForCausalLM": {}, "Llama4TextModel": {"head": None, "output.tied": True}},
+    has_parts=_scales_inputs_of_experts,
     # Of training, and not read by transformers either.
     harmless=("for_llm_compressor", "router_aux_loss_coef", "router_jitter_noise"),
     tensors=(
@@ -291,8 +253,7 @@ LLAMA4_TEXT = Family(
             "model.layers",
             shared.pre_norms(),
             shared.attention(),
-            linear("feed_forward.gate_proj", to="mlp.gate", inputs="embed", outputs="mlp"),
-            shared.mlp("feed_forward.up_proj", "feed_forward.down_proj"),
+            shared.gated_mlp(*(f"feed_forward.{name}_proj" for name in ("gate", "up", "down"))),
             linear("feed_forward.router", to="mlp.router", inputs="embed", outputs="expert"),
             (
                 Tensor("feed_forward.experts.gate_up_proj", "mlp.gate", _GATE_AND_UP),

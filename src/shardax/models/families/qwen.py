@@ -11,86 +11,76 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import linear
 
 
-class UpperWindows(FieldGroup):
+class SwitchedWindows(FieldGroup):
+    """A window of some layers, if it is used."""
+
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        has_window = config.attention.window is not None
+        return {"use_sliding_window": has_window, **shared.window_fields(config)}
+
+
+class UpperWindows(SwitchedWindows):
     """A window of the layers from ``max_window_layers`` on, if it is used."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        first = take("max_window_layers", 28, kind=kinds.INTEGER)
-        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
-        windows = shared.read_windows(take, 4096, lambda layer: layer >= first)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        first = take("max_window_layers", PUBLISHED, kind=kinds.INTEGER)
+        is_used = take("use_sliding_window", PUBLISHED, kind=kinds.BOOLEAN.or_null)
+        windows = shared.read_windows(take, lambda layer: layer >= first)
         return windows if is_used else {}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention.window"):
-            edit.content["use_sliding_window"] = edit.config.attention.window is not None
-        shared.write_windows(edit)
 
-
-class LowerWindows(FieldGroup):
+class LowerWindows(SwitchedWindows):
     """A window of each second layer before ``max_window_layers``, if it is used."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        last = take("max_window_layers", 28, kind=kinds.INTEGER)
-        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        last = take("max_window_layers", PUBLISHED, kind=kinds.INTEGER)
+        is_used = take("use_sliding_window", PUBLISHED, kind=kinds.BOOLEAN.or_null)
         types = take("layer_types", None, kind=kinds.TEXTS.or_null)
         if is_used:
-            take("sliding_window", 4096, kind=kinds.SIZE)
-            return shared.read_windows(take, 4096, lambda i: i % 2 == 0 and i < last)
-        take("sliding_window", 4096, kind=kinds.INTEGER.or_null)  # transformers writes 0
+            take("sliding_window", PUBLISHED, kind=kinds.SIZE)
+            return shared.read_windows(take, lambda i: i % 2 == 0 and i < last)
+        take("sliding_window", PUBLISHED, kind=kinds.INTEGER.or_null)  # transformers writes 0
         fits = set(types or ()) <= {"full_attention"}
         kinds.check_supported("layer_types", types, fits, " without use_sliding_window=True")
         return {}
-
-    def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("attention.window", "attention.local_layers", "num_layers"):
-            return
-        has_window = edit.config.attention.window is not None
-        edit.content["use_sliding_window"] = has_window
-        if not has_window:
-            edit.content.pop("layer_types", None)
-            return
-        shared.write_windows(edit)
 
 
 class SparseLayers(FieldGroup):
     """The number of experts, and the layers that have an MLP instead."""
 
-    def __init__(self, default: int = 128) -> None:
-        self.default = default
+    older = ("num_local_experts",)
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        step = take("decoder_sparse_step", 1, kind=kinds.SIZE)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        step = take("decoder_sparse_step", PUBLISHED, kind=kinds.SIZE)
         dense = take("mlp_only_layers", None, kind=kinds.INTEGERS.or_null) or ()
         count = take("num_hidden_layers", kind=kinds.SIZE)
-        number = take("num_experts", self.default, kind=kinds.INTEGER.or_null)
+        number = take("num_experts", PUBLISHED, kind=kinds.INTEGER.or_null)
         older_number = take("num_local_experts", None, kind=kinds.INTEGER.or_null)
         return {
             "experts.num_experts": number if older_number is None else older_number,
             "experts.dense_layers": tuple(i for i in range(count) if i in dense or (i + 1) % step),
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("experts.num_experts", "experts.dense_layers", "num_layers"):
-            edit.content.pop("num_local_experts", None)
-            experts = edit.config.experts
-            edit.content["num_experts"] = 0 if experts is None else experts.num_experts
-            edit.content["mlp_only_layers"] = [] if experts is None else [*experts.dense_layers]
-            edit.content["decoder_sparse_step"] = 1
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        return {
+            "num_experts": 0 if experts is None else experts.num_experts,
+            "mlp_only_layers": [] if experts is None else [*experts.dense_layers],
+            "decoder_sparse_step": 1,
+        }
 
 
 QWEN2 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        "num_key_value_heads": Field("attention.num_kv_heads", default=32),
-    },
+    fields={**shared.GATED_DECODER},
     fixed={"attention.qkv_bias": True},
-    groups=[Rotary(max_positions=32_768), UpperWindows()],
+    groups=[Rotary(), UpperWindows()],
     architectures=shared.causal_lm("Qwen2"),
     tensors=shared.decoder(),
 )
@@ -99,16 +89,15 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     fields={
         **shared.GATED_DECODER,
-        "moe_intermediate_size": Field("experts.dim", default=1408),
-        "norm_topk_prob": Field("experts.normalise", default=False),
-        "num_experts_per_tok": Field("experts.top_k", default=4),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=16),
-        "qkv_bias": Field("attention.qkv_bias", default=True),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
-        "shared_expert_intermediate_size": Field("experts.shared_dim", default=5632),
+        "moe_intermediate_size": Field("experts.dim"),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "qkv_bias": Field("attention.qkv_bias"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
+        "shared_expert_intermediate_size": Field("experts.shared_dim"),
     },
     fixed={"experts.shared_gate": True},
-    groups=[Rotary(max_positions=32_768), SparseLayers(60), LowerWindows()],
+    groups=[Rotary(), SparseLayers(), LowerWindows()],
     architectures=shared.causal_lm("Qwen2Moe"),
     tensors=shared.decoder(
         shared.gated_mlp(),  # of the layers without experts
@@ -119,14 +108,9 @@ QWEN2_MOE = Family(
 )
 
 QWEN3 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        **shared.ATTENTION_BIAS,
-        "head_dim": Field("attention.head_dim", default=128),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=32),
-    },
+    fields={**shared.GATED_DECODER, **shared.ATTENTION_BIAS},
     fixed={"attention.qk_norm": "head"},
-    groups=[Rotary(max_positions=32_768), UpperWindows()],
+    groups=[Rotary(), UpperWindows()],
     architectures=shared.causal_lm("Qwen3"),
     tensors=shared.decoder(),
 )
@@ -135,18 +119,13 @@ QWEN3_MOE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "moe_intermediate_size": Field("experts.dim", default=768),
-        "norm_topk_prob": Field("experts.normalise", default=False),
-        "num_experts_per_tok": Field("experts.top_k", default=8),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
-        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
+        "moe_intermediate_size": Field("experts.dim"),
+        "norm_topk_prob": Field("experts.normalise"),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "router_aux_loss_coef": Field("experts.load_balance_weight"),
     },
     fixed={"attention.qk_norm": "head"},
-    groups=[
-        Rotary(max_positions=32_768),
-        SparseLayers(),
-        shared.Window(4096, switch="use_sliding_window"),
-    ],
+    groups=[Rotary(), SparseLayers(), shared.Window("use_sliding_window")],
     architectures=shared.causal_lm("Qwen3Moe"),
     tensors=shared.decoder(
         shared.gated_mlp(),  # of the layers without experts

@@ -22,10 +22,10 @@ from shardax.models.families import (
     qwen,
     relatives,
 )
-from shardax.models.family import DerivedFields, DualFamily, Family, Field
+from shardax.models.family import REQUIRED, DerivedFields, DualFamily, Family, Field
 from shardax.models.kinds import PretrainedError, brief
 
-FAMILIES: dict[str, Family] = {
+_FAMILIES = {
     "bart": encoder_decoders.BART,
     "bert": encoders.BERT,
     "clip": clip.CLIP,
@@ -80,6 +80,7 @@ FAMILIES: dict[str, Family] = {
     "whisper": encoder_decoders.WHISPER,
     "xlm-roberta": encoders.XLM_ROBERTA,
 }
+FAMILIES: dict[str, Family] = {name: family.of_type(name) for name, family in _FAMILIES.items()}
 # In this order for a model without a file: the plain and widely served ones first, which most
 # programs know it by, and then those that alone have some of its parts.
 _PLAIN_MODELS_TEXT = """
@@ -127,7 +128,8 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         ...     harmless=["my_note"],
         ... )
     """
-    parts_of_family = [field.name for field in dataclasses.fields(Family)]
+    names = [field.name for field in dataclasses.fields(Family)]
+    parts_of_family = [name for name in names if name not in ("model_type", "has_parts")]
     wrong = sorted(set(parts) - {*parts_of_family, "derive"})
     base = find_family(like, "like") if like is not None else None
     missing = [name for name in ("fields", "tensors") if base is None and name not in parts]
@@ -137,14 +139,16 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
             f"lacks {', '.join(missing) or 'nothing'}. The parts of a family are "
             f"{', '.join(parts_of_family)}, derive; with like='llama' those left out are llama's."
         )
+
     if "fields" in parts:
         parts["fields"] = {
-            name: Field(*targets.split()) if isinstance(targets, str) else targets
+            name: Field(*targets.split(), default=REQUIRED) if isinstance(targets, str) else targets
             for name, targets in parts["fields"].items()
         }
     derive = parts.pop("derive", None)
     if derive is not None:  # in the place of what the type that it is like reads together
         parts["groups"] = [*parts.get("groups", ()), DerivedFields(derive)]
+
     if base is not None:
         for name, value in parts.items():
             base_part = getattr(base, name)
@@ -154,6 +158,8 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
                 parts[name] = (*base_part, *value)
     family = Family(**parts) if base is None else dataclasses.replace(base, **parts)
     FAMILIES[model_type] = family
+
+    # Pairs have an encoder of this type.
     for name, pair in FAMILIES.items():
         if isinstance(pair, DualFamily):
             FAMILIES[name] = pair.with_tower(model_type, family)

@@ -11,52 +11,54 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import in_layers, norm
 
 # --- Granite --------------------------------------------------------------------------------------
 
 
-class Multipliers(FieldGroup):
-    """Factors of embedding, layers, scores and logits."""
+def _none_for_one(factor: float) -> float | None:
+    return None if factor == 1 else factor
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        embedding = take("embedding_multiplier", 1.0, kind=kinds.NUMBER)
-        residual = take("residual_multiplier", 1.0, kind=kinds.NUMBER)
-        logits = 1 / take("logits_scaling", 1.0, kind=kinds.NUMBER.positive)
-        return {
-            "attention.scale": take("attention_multiplier", 1.0, kind=kinds.NUMBER),
-            "embedding.scale": None if embedding == 1 else embedding,
-            "residual_scale": None if residual == 1 else residual,
-            "output.scale": None if logits == 1 else logits,
-        }
 
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        for path, field in (
-            ("embedding.scale", "embedding_multiplier"),
-            ("residual_scale", "residual_multiplier"),
-        ):
-            if edit.changes(path):
-                content[field] = 1.0 if edit.value(path) is None else edit.value(path)
-        if edit.changes("attention.scale", "attention.head_dim"):
-            scale, plain = config.attention.scale, config.attention.head_dim**-0.5
-            content["attention_multiplier"] = plain if scale is None else scale
-        if edit.changes("output.scale"):
-            content["logits_scaling"] = (
-                1.0 if config.output.scale is None else 1 / config.output.scale
-            )
-
+# Factors of embedding, layers, scores and logits.
+_MULTIPLIERS = {
+    "attention_multiplier": Field(
+        "attention.scale",
+        kind=kinds.NUMBER,
+        back=lambda config: config.attention.scale or config.attention.head_dim**-0.5,
+    ),
+    "embedding_multiplier": Field(
+        "embedding.scale",
+        kind=kinds.NUMBER,
+        to=_none_for_one,
+        back=lambda config: config.embedding.scale or 1.0,
+    ),
+    "logits_scaling": Field(
+        "output.scale",
+        kind=kinds.NUMBER.positive,
+        to=lambda divisor: _none_for_one(1 / divisor),
+        back=lambda config: 1 / (config.output.scale or 1.0),
+    ),
+    "residual_multiplier": Field(
+        "residual_scale",
+        kind=kinds.NUMBER,
+        to=_none_for_one,
+        back=lambda config: config.residual_scale or 1.0,
+    ),
+}
 
 GRANITE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "mlp_bias": Field("mlp.bias", default=False),
+        **_MULTIPLIERS,
+        "mlp_bias": Field("mlp.bias"),
     },
-    groups=[Rotary(), Multipliers()],
+    groups=[Rotary()],
     architectures=shared.causal_lm("Granite"),
     tensors=shared.decoder(),
 )
@@ -67,36 +69,29 @@ GRANITE = Family(
 class LayersWithoutRope(FieldGroup):
     """Layers without a rotary embedding, the only ones with windows."""
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         rotated = shared.read_rotated_layers(take)
-        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
-        windows = shared.read_windows(take, None, lambda layer: is_used and not rotated[layer])
-        types = take("layer_types", None)
+        is_used = take("use_sliding_window", PUBLISHED, kind=kinds.BOOLEAN.or_null)
+        windows = shared.read_windows(take, lambda layer: is_used and not rotated[layer])
+        types = take("layer_types", None, kind=kinds.TEXTS.or_null)
         has_window = take("sliding_window", None) is not None
         fits = "sliding_attention" not in (types or ()) or (is_used and has_window)
         limits = " without use_sliding_window=True and a sliding_window"
         kinds.check_supported("layer_types", types, fits, limits)
         return {"attention.rope_layers": None if all(rotated) else rotated, **windows}
 
-    def write(self, edit: ConfigEdit) -> None:
-        config = edit.config
-        if edit.changes("attention.rope_layers", "num_layers"):
-            rotated = map(config.attention.has_rope, range(config.num_layers))
-            edit.content["no_rope_layers"] = list(map(int, rotated))
-        if edit.changes("attention.window"):
-            edit.content["use_sliding_window"] = config.attention.window is not None
-        shared.write_windows(edit)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        rotated = map(config.attention.has_rope, range(config.num_layers))
+        return {
+            "no_rope_layers": list(map(int, rotated)),
+            "use_sliding_window": config.attention.window is not None,
+            **shared.window_fields(config),
+        }
 
 
 SMOLLM3 = Family(
-    fields={
-        **shared.GATED_DECODER,
-        **shared.ATTENTION_BIAS,
-        "mlp_bias": Field("mlp.bias", default=False),
-        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
-        "tie_word_embeddings": Field("output.tied", default=True),
-    },
-    groups=[Rotary(2e6, max_positions=32_768), LayersWithoutRope()],
+    fields={**shared.GATED_DECODER, **shared.ATTENTION_BIAS, "mlp_bias": Field("mlp.bias")},
+    groups=[Rotary(2e6), LayersWithoutRope()],
     architectures=shared.causal_lm("SmolLM3"),
     neutral={"pretraining_tp": (1, 2, None)},  # of training alone
     tensors=shared.decoder(),
@@ -109,13 +104,13 @@ NEMOTRON = Family(
     fields={
         **shared.DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("attention.head_dim", default=None),
-        "hidden_act": Field("activation", default="relu2"),
-        "mlp_bias": Field("mlp.bias", default=False),
-        "norm_eps": Field("norms.epsilon", default=1e-5),
+        "head_dim": Field("attention.head_dim"),
+        "hidden_act": Field("activation"),
+        "mlp_bias": Field("mlp.bias"),
+        "norm_eps": Field("norms.epsilon"),
     },
     fixed={"norms.kind": "layer_offset", "mlp.gated": False},
-    groups=[Rotary(fraction=0.5, max_positions=4096)],
+    groups=[Rotary(fraction=0.5)],
     architectures=shared.causal_lm("Nemotron"),
     tensors=shared.decoder(shared.mlp()),
 )
@@ -127,13 +122,13 @@ class RotaryWindows(shared.WindowsByLayer):
     """A window of all layers but each fourth, and their rope."""
 
     def __init__(self) -> None:
-        super().__init__(4096, lambda layer: True, needs_size=True)
+        super().__init__(lambda layer: True, needs_size=True)
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=kinds.SIZE)
         period = take("sliding_window_pattern", 4, kind=kinds.SIZE)
-        take("sliding_window", self.default, kind=kinds.SIZE)
-        windows = shared.read_windows(take, self.default, lambda layer: (layer + 1) % period > 0)
+        take("sliding_window", PUBLISHED, kind=kinds.SIZE)
+        windows = shared.read_windows(take, lambda layer: (layer + 1) % period > 0)
         local = windows.get("attention.local_layers", (False,) * count)
         return {**windows, "attention.rope_layers": local}
 
@@ -143,14 +138,13 @@ COHERE2 = Family(
     fields={
         **shared.DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("attention.head_dim", default=None),
-        "hidden_act": Field("activation", default="silu"),
-        "layer_norm_eps": Field("norms.epsilon", default=1e-5),
-        "logit_scale": Field("output.scale", default=0.0625),
-        "tie_word_embeddings": Field("output.tied", default=True),
+        "head_dim": Field("attention.head_dim"),
+        "hidden_act": Field("activation"),
+        "layer_norm_eps": Field("norms.epsilon"),
+        "logit_scale": Field("output.scale"),
     },
     fixed={"norms.kind": "layer_unbiased", "parallel": True, "norms.shared": True},
-    groups=[Rotary(interleaved=True, max_positions=8192), RotaryWindows()],
+    groups=[Rotary(interleaved=True), RotaryWindows()],
     architectures=shared.causal_lm("Cohere2"),
     neutral={
         "layer_switch": (4,),

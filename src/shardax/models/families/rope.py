@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardax.models import kinds
-from shardax.models.family import ConfigEdit, FieldGroup, Taker
+from shardax.models.config.transformer import TransformerConfig
+from shardax.models.family import PUBLISHED, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.nn.rope import Rope
 
@@ -21,18 +22,24 @@ OLDER_ROPE_FIELDS = (
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "original_max_position_embeddings",
-        "truncate",
-    ),
+# Fields of a rotary embedding by its kind, and what ``Rope`` calls them.
+_ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+        "original_max_position_embeddings": "length",
+    },
+    "yarn": {
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+        "beta_fast": "high",
+        "beta_slow": "low",
+        "original_max_position_embeddings": "length",
+        "truncate": "truncate",
+    },
 }
 
 
@@ -43,7 +50,6 @@ def read_rope(
     base: float = 10_000.0,
     fraction: float = 1.0,
     types: Iterable[str] = tuple(_ROPE_FIELDS),
-    max_positions: int = 2048,
 ) -> Rope:
     """Reads the rotary embedding, as transformers 5 does."""
     # That takes rope_scaling or else rope_parameters, and rope_theta where the table has none.
@@ -60,27 +66,27 @@ def read_rope(
                 f"rope_theta={theta!r} stands beside a table with rope_theta="
                 f"{table['rope_theta']!r}, which transformers takes: leave one of them out"
             )
+
     left = {name: value for name, value in table.items() if value is not None}
     kind = left.pop("rope_type", left.get("type", "default"))
     left.pop("type", None)
     limits = f", only one of {', '.join(types)}"
     kinds.check_supported("rope_type", kind, kind in tuple(types), limits)
-    names = _ROPE_FIELDS[kind]
-    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
-        left["original_max_position_embeddings"] = take(
-            "max_position_embeddings", max_positions, kind=kinds.INTEGER
-        )
-    numbers = {"rope_theta": base, "partial_rotary_factor": fraction}
-    numbers |= {"beta_slow": 1.0, "beta_fast": 32.0} if kind == "yarn" else {}
-    numbers |= {
-        name: left.pop(name)
-        for name in ("rope_theta", "partial_rotary_factor", *names)
-        if name in left
-    }
+
+    # What the table leaves out is what it is by default in transformers.
+    names = {"rope_theta": "base", "partial_rotary_factor": "fraction", **_ROPE_FIELDS[kind]}
+    numbers: dict[str, Any] = {"rope_theta": base, "partial_rotary_factor": fraction}
+    if kind == "yarn":
+        numbers |= {"beta_slow": 1.0, "beta_fast": 32.0}
+    length = "original_max_position_embeddings"
+    if length in names and length not in left:
+        left[length] = take("max_position_embeddings", PUBLISHED, kind=kinds.INTEGER)
+    numbers |= {name: left.pop(name) for name in names if name in left}
+
     wrong = [f"{name}={brief(value)} is unknown" for name, value in left.items()]
-    absent = {"factor", "low_freq_factor", "high_freq_factor"} & set(names) - set(numbers)
+    absent = {"factor", "low_freq_factor", "high_freq_factor"} & names.keys() - numbers.keys()
     wrong += [f"{name} is missing" for name in sorted(absent)]
-    truncate: Any = numbers.pop("truncate", True)
+    truncate = numbers.pop("truncate", True)
     if not isinstance(truncate, bool):
         wrong.append(f"truncate={brief(truncate)} is not true or false")
     for name, value in numbers.items():
@@ -90,16 +96,8 @@ def read_rope(
         wrong = _rope_problems(kind, numbers)
     if wrong:
         raise PretrainedError(f"the rotary embedding of rope_type={kind!r}: {', '.join(wrong)}")
-    fields = {
-        "rope_theta": "base",
-        "partial_rotary_factor": "fraction",
-        "low_freq_factor": "low",
-        "high_freq_factor": "high",
-        "beta_slow": "low",
-        "beta_fast": "high",
-        "original_max_position_embeddings": "length",
-    }
-    options: dict[str, Any] = {fields.get(name, name): v for name, v in numbers.items()}
+
+    options = {names[name]: number for name, number in numbers.items()}
     options |= {"base": float(options["base"]), "fraction": float(options["fraction"])}
     return Rope(kind=kind, truncate=truncate, **options)
 
@@ -118,26 +116,17 @@ def _rope_problems(kind: str, numbers: Mapping[str, Any]) -> list[str]:
 
 def rope_fields(rope: Rope) -> dict[str, Any]:
     """Returns the ``rope_parameters`` of a rotary embedding."""
-    fields = {
-        "factor": rope.factor,
-        "low_freq_factor": rope.low,
-        "high_freq_factor": rope.high,
-        "beta_slow": rope.low,
-        "beta_fast": rope.high,
-        "original_max_position_embeddings": rope.length,
-        "attention_factor": rope.attention_factor,
-        "truncate": rope.truncate,
-    }
-    return {
-        "rope_type": rope.kind,
-        "rope_theta": rope.base,
-        **({} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}),
-        **{name: fields[name] for name in _ROPE_FIELDS[rope.kind] if fields[name] is not None},
-    }
+    fields: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
+    if rope.fraction != 1:
+        fields["partial_rotary_factor"] = rope.fraction
+    values = {name: getattr(rope, key) for name, key in _ROPE_FIELDS[rope.kind].items()}
+    return fields | {name: value for name, value in values.items() if value is not None}
 
 
 class Rotary(FieldGroup):
     """One rotary embedding for all layers."""
+
+    older = OLDER_ROPE_FIELDS
 
     def __init__(
         self,
@@ -145,59 +134,42 @@ class Rotary(FieldGroup):
         fraction: float = 1.0,
         *,
         types: Iterable[str] = tuple(_ROPE_FIELDS),
-        max_positions: int = 2048,
         interleaved: bool = False,
         partial: bool | None = None,
     ) -> None:
         self.base, self.fraction, self.interleaved = base, fraction, interleaved
         self.partial = fraction != 1 if partial is None else partial
-        self.types, self.max_positions = tuple(types), max_positions
+        self.types = tuple(types)
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        rope = read_rope(
-            take,
-            base=self.base,
-            fraction=self.fraction,
-            types=self.types,
-            max_positions=self.max_positions,
-        )
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        rope = read_rope(take, base=self.base, fraction=self.fraction, types=self.types)
         if not self.partial:
             refuse_partial(rope)
         return {"attention.rope": replace(rope, interleaved=self.interleaved)}
 
-    def write(self, edit: ConfigEdit) -> None:
-        rope, before = edit.config.attention.rope, edit.read.attention.rope
-        if rope is None or not edit.changes("attention.rope"):
-            return
-        parameters = rope_fields(rope)
-        if before is not None and before.fraction != rope.fraction:
-            parameters["partial_rotary_factor"] = rope.fraction
-        replace_rope(edit, parameters)
-
-    def complete(self, edit: ConfigEdit) -> None:
-        edit.content.setdefault("max_position_embeddings", 2048)
-        rope = edit.config.attention.rope
-        if rope is not None:  # readers differ in defaults
-            edit.content.setdefault("rope_parameters", rope_fields(rope))
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        rope = config.attention.rope
+        if rope is None:
+            return {}
+        fields = rope_fields(rope)
+        if self.fraction != 1:  # what is left out is not 1
+            fields["partial_rotary_factor"] = rope.fraction
+        return {"rope_parameters": fields}
 
 
 class RotaryByLayerType(FieldGroup):
     """Rotary embeddings of layers with a window and without."""
 
+    older = OLDER_ROPE_FIELDS
+
     def __init__(
-        self,
-        full: tuple[str, float],
-        sliding: tuple[str, float],
-        *,
-        max_positions: int = 2048,
-        is_scaled: bool = True,
+        self, full: tuple[str, float], sliding: tuple[str, float], *, is_scaled: bool = True
     ) -> None:
         # Older fields of the bases, "" for none, and what they are where the file has none.
         self.full, self.sliding = full, sliding
-        self.max_positions = max_positions
         self.is_scaled = is_scaled  # whether rope_scaling is read
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         scaling = (self.is_scaled and take("rope_scaling", None, kind=kinds.TABLE.or_null)) or {}
         parameters = take("rope_parameters", None, kind=kinds.TABLE.or_null) or {}
 
@@ -214,42 +186,22 @@ class RotaryByLayerType(FieldGroup):
                 f"tables of {' and '.join(LAYER_TYPES)}"
             )
         full, sliding = (parameters.get(name) or {} for name in LAYER_TYPES)
-        most = self.max_positions
-        rope = read_rope(take, {**full, **scaling}, base=base, max_positions=most)
-        local_rope = read_rope(take, sliding, base=local_base, max_positions=most)
+        rope = read_rope(take, {**full, **scaling}, base=base)
+        local_rope = read_rope(take, sliding, base=local_base)
         refuse_partial(rope)
         refuse_partial(local_rope)
         return {"attention.rope": rope, "attention.local_rope": local_rope}
 
-    def write(self, edit: ConfigEdit) -> None:
-        has_rope = edit.config.attention.rope is not None
-        if has_rope and edit.changes("attention.rope", "attention.local_rope"):
-            replace_rope(edit, self._parameters(edit))
-
-    def complete(self, edit: ConfigEdit) -> None:
-        edit.content.setdefault("max_position_embeddings", 2048)
-        if edit.config.attention.rope is not None:
-            edit.content.setdefault("rope_parameters", self._parameters(edit))
-
-    @staticmethod
-    def _parameters(edit: ConfigEdit) -> dict[str, Any]:
-        attention = edit.config.attention
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        attention = config.attention
+        if attention.rope is None:
+            return {}
         ropes = (attention.rope, attention.local_rope or attention.rope)
-        return {
-            name: rope_fields(rope)
-            for name, rope in zip(LAYER_TYPES, ropes, strict=True)
-            if rope is not None
-        }
+        tables = map(rope_fields, ropes)
+        return {"rope_parameters": dict(zip(LAYER_TYPES, tables, strict=True))}
 
 
 def refuse_partial(rope: Rope) -> None:
     """Raises if a part of a head alone is turned."""
     limits = f" for this family{kinds.UNNOTICED}"
     kinds.check_supported("partial_rotary_factor", rope.fraction, rope.fraction == 1, limits)
-
-
-def replace_rope(edit: ConfigEdit, parameters: dict[str, Any]) -> None:
-    """Writes ``rope_parameters``, and takes out the older fields."""
-    for name in OLDER_ROPE_FIELDS:
-        edit.content.pop(name, None)
-    edit.content["rope_parameters"] = parameters

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.paths import read_field
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families.rope import LAYER_TYPES
-from shardax.models.family import ConfigEdit, Field, FieldGroup, Taker
+from shardax.models.family import PUBLISHED, REQUIRED, Field, FieldGroup, Taker
 from shardax.models.tensors import (
     HEADS,
     AxisLike,
@@ -26,29 +28,34 @@ from shardax.models.tensors import (
 # What is left out of a config.json is what it is by default in transformers. Only these sizes,
 # which every file has, must be there.
 SIZES = {
-    "vocab_size": Field("vocab_size"),
-    "hidden_size": Field("embed_dim"),
-    "intermediate_size": Field("mlp.dim"),
-    "num_hidden_layers": Field("num_layers"),
-    "num_attention_heads": Field("attention.num_heads"),
+    "vocab_size": Field("vocab_size", default=REQUIRED),
+    "hidden_size": Field("embed_dim", default=REQUIRED),
+    "intermediate_size": Field("mlp.dim", default=REQUIRED),
+    "num_hidden_layers": Field("num_layers", default=REQUIRED),
+    "num_attention_heads": Field("attention.num_heads", default=REQUIRED),
 }
+
+
+def without(fields: Mapping[str, Field], *names: str) -> dict[str, Field]:
+    """Returns fields but those of these names."""
+    return {name: field for name, field in fields.items() if name not in names}
+
+
 # Of decoders with rotary positions.
 DECODER = {
     **SIZES,
-    "attention_dropout": Field("attention.dropout", default=0.0),
-    "num_key_value_heads": Field("attention.num_kv_heads", default=None),
-    "tie_word_embeddings": Field("output.tied", default=False),
+    "attention_dropout": Field("attention.dropout"),
+    "num_key_value_heads": Field("attention.num_kv_heads"),
+    "tie_word_embeddings": Field("output.tied"),
 }
 # Of those with RMS norms and a gated MLP.
 GATED_DECODER = {
     **DECODER,
-    "head_dim": Field("attention.head_dim", default=None),
-    "hidden_act": Field("activation", default="silu"),
-    "rms_norm_eps": Field("norms.epsilon", default=1e-6),
+    "head_dim": Field("attention.head_dim"),
+    "hidden_act": Field("activation"),
+    "rms_norm_eps": Field("norms.epsilon"),
 }
-ATTENTION_BIAS = {
-    "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=False)
-}
+ATTENTION_BIAS = {"attention_bias": Field("attention.qkv_bias", "attention.out_bias")}
 ALL_BIASES = {"attention.qkv_bias": True, "attention.out_bias": True, "mlp.bias": True}
 
 
@@ -60,21 +67,24 @@ def causal_lm(name: str) -> dict[str, dict[str, Any]]:
 class Labels(FieldGroup):
     """The number of classes, by their names."""
 
+    older = ("num_labels",)
+
     def __init__(self, path: str = "output.num_classes") -> None:
         self.path = path
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         names = take("id2label", None, kind=kinds.TABLE.or_null)
         count = take("num_labels", 2, kind=kinds.INTEGER)
         return {self.path: len(names) if names else count}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes(self.path) or edit.config.head not in ("first", "each", "classes"):
-            return
-        labels = {str(index): f"LABEL_{index}" for index in range(edit.value(self.path))}
-        edit.content.pop("num_labels", None)
-        edit.content["id2label"] = labels
-        edit.content["label2id"] = {label: int(index) for index, label in labels.items()}
+    def back(self, config: Any) -> Mapping[str, Any]:
+        labels = [f"LABEL_{index}" for index in range(read_field(config, self.path))]
+        if not labels:
+            return {}
+        return {
+            "id2label": {str(index): label for index, label in enumerate(labels)},
+            "label2id": {label: index for index, label in enumerate(labels)},
+        }
 
 
 # --- windows --------------------------------------------------------------------------------------
@@ -83,25 +93,20 @@ class Labels(FieldGroup):
 class WindowsByLayer(FieldGroup):
     """A window of some layers, by ``layer_types`` or else by their numbers."""
 
-    def __init__(
-        self, default: int, is_local: Callable[[int], bool], *, needs_size: bool = False
-    ) -> None:
+    def __init__(self, is_local: Callable[[int], bool], *, needs_size: bool = False) -> None:
         # Some types compute the mask of a window whether a layer has one or not.
-        self.default, self.is_local, self.needs_size = default, is_local, needs_size
+        self.is_local, self.needs_size = is_local, needs_size
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         if self.needs_size:
-            take("sliding_window", self.default, kind=kinds.SIZE)
-        return read_windows(take, self.default, self.is_local)
+            take("sliding_window", PUBLISHED, kind=kinds.SIZE)
+        return read_windows(take, self.is_local)
 
-    def write(self, edit: ConfigEdit) -> None:
-        size = edit.content.get("sliding_window", self.default)
-        has_window = edit.config.attention.window is not None
-        if self.needs_size and not has_window and edit.changes("attention.window"):
-            edit.content["layer_types"] = ["full_attention"] * edit.config.num_layers
-            edit.content["sliding_window"] = size
-        else:
-            write_windows(edit)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        fields = window_fields(config)
+        if self.needs_size and config.attention.window is None:
+            del fields["sliding_window"]
+        return fields
 
 
 def read_layer_types(
@@ -130,13 +135,10 @@ def read_rotated_layers(take: Taker, *, may_be_empty: bool = False) -> tuple[boo
     return tuple(map(bool, listed[:count]))
 
 
-def read_windows(
-    take: Taker, default: int | None, is_local: Callable[[int], bool]
-) -> dict[str, Any]:
+def read_windows(take: Taker, is_local: Callable[[int], bool]) -> dict[str, Any]:
     """Reads the window, and its layers."""
-    return windows_by_layer(
-        take, take("sliding_window", default, kind=kinds.SIZE.or_null), is_local
-    )
+    window = take("sliding_window", PUBLISHED, kind=kinds.SIZE.or_null)
+    return windows_by_layer(take, window, is_local)
 
 
 def windows_by_layer(
@@ -149,25 +151,23 @@ def windows_by_layer(
     return {"attention.window": window, "attention.local_layers": None if all(local) else local}
 
 
-def write_windows(edit: ConfigEdit) -> None:
-    """Writes the window, and its layers unless they are the default."""
-    config, content = edit.config, edit.content
-    if edit.changes("attention.window"):
-        content["sliding_window"] = config.attention.window
-    if edit.changes("attention.window", "attention.local_layers", "num_layers"):
-        local = list(map(config.attention.is_local, range(config.num_layers)))
-        if "layer_types" in content or local != edit.local_layers_read():
-            content["layer_types"] = [LAYER_TYPES[is_local] for is_local in local]
+def window_fields(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of the window, and of its layers."""
+    local = map(config.attention.is_local, range(config.num_layers))
+    return {
+        "sliding_window": config.attention.window,
+        "layer_types": [LAYER_TYPES[is_local] for is_local in local],
+    }
 
 
 class Window(FieldGroup):
     """A window of all layers, if ``switch`` is no field or true."""
 
-    def __init__(self, default: int | None = None, *, switch: str = "") -> None:
-        self.default, self.switch = default, switch
+    def __init__(self, switch: str = "") -> None:
+        self.switch = switch
 
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        window = take("sliding_window", self.default, kind=kinds.SIZE.or_null)
+    def to(self, take: Taker) -> Mapping[str, Any]:
+        window = take("sliding_window", PUBLISHED, kind=kinds.SIZE.or_null)
         if self.switch and not take(self.switch, False, kind=kinds.BOOLEAN.or_null):
             return {}
         types = take("layer_types", None, kind=kinds.TEXTS.or_null)
@@ -176,47 +176,43 @@ class Window(FieldGroup):
         kinds.check_supported("layer_types", types, types is None or set(types) == {kind}, limits)
         return {} if window is None else {"attention.window": window}
 
-    def write(self, edit: ConfigEdit) -> None:
-        if self.switch and edit.changes("attention.window"):
-            edit.content[self.switch] = edit.config.attention.window is not None
-        write_windows(edit)
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        switch = {self.switch: config.attention.window is not None} if self.switch else {}
+        return {**switch, **window_fields(config)}
 
 
 # --- experts --------------------------------------------------------------------------------------
 
 
+def experts_or_none(config: TransformerConfig) -> int | None:
+    """Returns the number of experts, None where the layers say that none has any."""
+    return None if config.experts is None else config.experts.num_experts
+
+
 class ExpertLayers(FieldGroup):
     """Layers with experts, behind dense ones, and sizes of experts."""
 
-    def __init__(self, first: int, size: int, shared: int) -> None:
-        self.first, self.size, self.shared = first, size, shared
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
+    def to(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=kinds.SIZE)
-        first = take("first_k_dense_replace", self.first, kind=kinds.INTEGER)
+        first = take("first_k_dense_replace", PUBLISHED, kind=kinds.INTEGER)
         kinds.check_supported("first_k_dense_replace", first, first >= 0, ", it is below 0")
-        size = take("moe_intermediate_size", self.size, kind=kinds.SIZE)
-        number = take("n_shared_experts", self.shared, kind=kinds.SIZE)
+        size = take("moe_intermediate_size", PUBLISHED, kind=kinds.SIZE)
+        number = take("n_shared_experts", PUBLISHED, kind=kinds.SIZE)
         return {
             "experts.dense_layers": tuple(range(min(first, count))),
             "experts.dim": size,
             "experts.shared_dim": size * number,
         }
 
-    def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        if edit.changes("experts.dense_layers", "num_layers"):
-            content["first_k_dense_replace"] = len(edit.value("experts.dense_layers"))
-        if edit.changes("experts.num_experts") and not edit.value("experts.num_experts"):
-            # No number of experts means none: that no layer has any is said by the layers.
-            content["first_k_dense_replace"] = config.num_layers
-            content["n_routed_experts"] = edit.before("experts.num_experts")
-        if edit.changes("experts.dim"):
-            content["moe_intermediate_size"] = edit.value("experts.dim")
-        if edit.changes("experts.dim", "experts.shared_dim") and edit.value("experts.dim"):
-            content["n_shared_experts"] = edit.value("experts.shared_dim") // edit.value(
-                "experts.dim"
-            )
+    def back(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        if experts is None:
+            return {"first_k_dense_replace": config.num_layers}
+        return {
+            "first_k_dense_replace": len(experts.dense_layers),
+            "moe_intermediate_size": experts.dim,
+            "n_shared_experts": experts.shared_dim // experts.dim,
+        }
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -274,9 +270,11 @@ def mlp(up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Tensors:
     )
 
 
-def gated_mlp(gate: str = "mlp.gate_proj") -> Tensors:
+def gated_mlp(
+    gate: str = "mlp.gate_proj", up: str = "mlp.up_proj", down: str = "mlp.down_proj"
+) -> Tensors:
     """Describes a gated MLP."""
-    return (*linear(gate, to="mlp.gate", inputs="embed", outputs="mlp"), *mlp())
+    return (*linear(gate, to="mlp.gate", inputs="embed", outputs="mlp"), *mlp(up, down))
 
 
 def fused_gated_mlp(name: str = "mlp.gate_up_proj") -> Tensors:
