@@ -37,7 +37,7 @@ from shardax.plan.searching.space import FORMS, SLICE_AXIS, MeshSizes, SearchSpa
 _SMALL_SHARE = 0.01  # of all elements: of smaller arguments the storage does not matter
 _MOST_REPEATED = 1.05  # how much more work than in the best candidate devices may do
 
-Target = str | tuple[str, ...] | None  # the mesh axes of a name, as rules have them
+SpecEntry = str | tuple[str, ...] | None  # the mesh axes of a name, as rules have them
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AssignedLayout(NamedTuple):
     """Mesh axes of all names, as a layout, and of the dimensions of all arrays."""
 
     layout: Layout
-    specs: tuple[tuple[Target, ...], ...]
+    specs: tuple[tuple[SpecEntry, ...], ...]
     # Of equals the least is kept: with fewer axes, used in the order of priority of names.
     order: tuple[int, ...]
 
@@ -148,7 +148,7 @@ class _LayoutAssignments:
             for chosen in itertools.product(*targets):
                 yield self._assigned(mesh, chosen)
 
-    def _assigned(self, mesh: MeshSizes, chosen: Sequence[Target]) -> AssignedLayout | None:
+    def _assigned(self, mesh: MeshSizes, chosen: Sequence[SpecEntry]) -> AssignedLayout | None:
         """Returns the assignment of one target to each group, or None if it is impossible."""
         targets = self._targets_of_names(dict(mesh), chosen)
         if targets is None:
@@ -174,8 +174,8 @@ class _LayoutAssignments:
         return AssignedLayout(Layout(name, pairs, mesh), specs, self._order(mesh, axes_of_groups))
 
     def _targets_of_names(
-        self, sizes: dict[str, int], chosen: Sequence[Target]
-    ) -> dict[str, Target] | None:
+        self, sizes: dict[str, int], chosen: Sequence[SpecEntry]
+    ) -> dict[str, SpecEntry] | None:
         """Returns the target of each name; None if it splits no name of its group."""
         targets = dict(self._space.fixed)
         for group, target in zip(self._space.groups, chosen, strict=True):
@@ -193,7 +193,9 @@ class _LayoutAssignments:
                 targets[name] = self._with_axis(targets[name], "expert", sizes, name)
         return targets
 
-    def _with_axis(self, target: Target, axis: str, sizes: dict[str, int], name: str) -> Target:
+    def _with_axis(
+        self, target: SpecEntry, axis: str, sizes: dict[str, int], name: str
+    ) -> SpecEntry:
         """Returns a target with one more axis, if that divides all sizes of the name."""
         axes = (*mesh_axes_of(target), axis)
         if not _divides(_ways(sizes, axes), self._sizes_of[name]):
@@ -242,14 +244,14 @@ def _divides(ways: int, sizes: Sequence[int]) -> bool:
     return all(size % ways == 0 for size in sizes)
 
 
-def _targets(mesh: MeshSizes, *, is_free: bool) -> list[Target]:
+def _targets(mesh: MeshSizes, *, is_free: bool) -> list[SpecEntry]:
     """Returns None, each mesh axis that can split a group, and all combinations in order."""
     axes = [
         axis
         for axis, size in mesh
         if size > 1 and axis not in FORMS and (is_free or axis != SLICE_AXIS)
     ]
-    targets: list[Target] = [None, *axes]
+    targets: list[SpecEntry] = [None, *axes]
     for count in range(2, len(axes) + 1):
         targets += itertools.combinations(axes, count)
     return targets

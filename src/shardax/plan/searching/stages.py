@@ -5,12 +5,14 @@ Candidates are compiled in the order of their expected times as traced, in stage
 
 1. The first stage has the most promising: ``enough`` of them, or ``FEW`` if that is more, and of
    several forms of parallelism the best ``OF_EACH_FORM`` of each. What takes more than ``within``
-   times the least expected time is not among them. ``within=None`` compiles all candidates.
+   times the least expected time of all candidates, with room or without, is not among them.
+   ``within=None`` compiles all candidates.
 2. Where fewer than ``enough`` of what was compiled fit, the next candidates are compiled, whatever
    their time: as many as are missing, or ``_NEXT`` if that is more. This goes on until enough fit,
    or nothing is left.
 3. The *finalists*, the best as compiled, are compiled with full effort, which alone shows the
-   memory that the program will need. One that does not fit then gives way to the next best.
+   memory that the program will need. One that does not fit then gives way to the next best of
+   what is compiled; no further candidates are.
 
 The first ``finalists`` candidates have full effort in the stages above already, so that the best
 as traced are not compiled twice; the others have the faster effort ``"screen"`` there.
@@ -69,9 +71,8 @@ class StagedSearch:
 
         self._reports: dict[str, LayoutReport] = {}  # of what was compiled, by the layout's name
         self._left_out: list[LayoutReport] = []
-        self._finalists: set[str] = (
-            set()
-        )  # layouts compiled with full effort, fitting or not, by name
+        # The names of layouts compiled with full effort, fitting or not.
+        self._finalists: set[str] = set()
 
     def compile_promising(self, within: float | None) -> None:
         """Compiles the most promising candidates, and others until enough fit."""
