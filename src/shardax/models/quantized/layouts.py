@@ -369,10 +369,13 @@ class StoredKernel:
         places = [np.arange(part.start, part.stop, part.step) for part in self._ranges(index)]
         scale = self.scales(places[0], places[1])
         scale = scale.astype(np.promote_types(scale.dtype, np.float32))
-        values = self.values(index).astype(scale.dtype)
+
+        # In place, so that the numbers of a large slice are there once.
+        numbers = self.values(index).astype(scale.dtype)
         if self.zero is not None:
-            values = values - self.scales(places[0], places[1], "zero").astype(scale.dtype)
-        return (values * scale).astype(jnp.dtype(dtype))
+            numbers -= self.scales(places[0], places[1], "zero").astype(scale.dtype)
+        numbers *= scale
+        return numbers.astype(jnp.dtype(dtype), copy=False)
 
     def _ranges(self, index: Sequence[slice]) -> list[range]:
         return [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]

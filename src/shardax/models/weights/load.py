@@ -11,17 +11,21 @@ The descriptions in ``shardax.models.families`` say where each parameter stands 
     fill     each parameter with the slices that the devices of this process hold
 
 The first four raise before an array of a parameter is made. They read numbers only of the shapes of
-packed weights, and where files hold one tensor under several names, to compare them, some rows at a
-time. The fill checks nothing: in it a file may fail to be read, or memory be short. After it
-``shard`` computes what no tensor was for, by the rules that were checked.
+packed weights, and where files hold one tensor under several names, to compare them, 4,096 rows at
+a time. The fill has no checks of its own: in it a file may fail to be read, or memory be short.
+After it ``shard`` computes what no tensor was for; it checks the same rules once more.
 
 The fill goes slice by slice, and waits for a slice to be on its devices before it reads the next.
-So the host holds one slice at a time; without a mesh a slice is a whole parameter. The slice has
-the dtype of the file. While it is converted to ``param_dtype``, if that is given, the host holds it
-in both dtypes. While a slice of stacked layers or of experts is put together, the host holds it and
-two of its layers or experts, in the dtype of the file. Quantized kernels are read as they are
-stored, and not converted; with ``dequantize`` the host also holds scales of the size of the slice.
-``dtype`` is that of calls; no parameter has it for that.
+Without a mesh a slice is a whole parameter. At the most the host holds
+
+- the slice in the dtype of the file, and once more in ``param_dtype`` if that is another one;
+- of stacked layers, or of experts with a tensor each, the slice and two of its layers or experts in
+  the dtype of the file before that; where both are stacked, two layers and two experts;
+- of a kernel that stays quantized the slice as it is stored, of int4 with its numbers in bytes;
+- of a quantized kernel that is read as numbers, with ``dequantize`` or because its layout has no
+  ``nn.QuantizedKernel``, the slice, its scales and its zero points as numbers of float32.
+
+``dtype`` is that of calls: no parameter is made in it.
 """
 
 from __future__ import annotations
@@ -185,7 +189,7 @@ def from_pretrained(
         found = [e for e in table.entries if all(name in files.names for name in e.names())]
         stored_dtypes = {entry.path: dtype_in_files(entry, files) for entry in found}
 
-        # Place: a sharding for each parameter, by rules that fit the mesh. This is the last check.
+        # Place: a sharding for each parameter, by rules that fit the mesh. What follows is not refused.
         if rules is None and not current_rules().names:
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}
@@ -194,14 +198,18 @@ def from_pretrained(
             places = shardings(model, where, rules).flat()
 
         # Fill: one parameter after the other; what is quantized stays in the dtypes of the files.
-        converted = None if param_dtype is None else jnp.dtype(param_dtype)
         for entry in found:
-            to = None if isinstance(entry.variable, Quantized) else converted
-            dtypes = stored_dtypes[entry.path], to
-            entry.variable.value = read_parameter(entry, files, places.get(entry.path), *dtypes)
+            stays = param_dtype is None or isinstance(entry.variable, Quantized)
+            entry.variable.value = read_parameter(
+                entry,
+                files,
+                places.get(entry.path),
+                stored_dtype=stored_dtypes[entry.path],
+                param_dtype=None if stays else jnp.dtype(param_dtype),
+            )
 
     # What no tensor was for is computed in its place now, such as the state of dropout; parameters
-    # that were read have their shardings, and stay.
+    # that were read have their shardings, and stay. The rules are those that were checked above.
     if where is not None:
         shard(model, where, rules)
     if has_texts:

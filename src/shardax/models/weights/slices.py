@@ -27,6 +27,7 @@ def read_parameter(
     entry: Entry,
     files: TensorFiles,
     sharding: jax.sharding.Sharding | None,
+    *,
     stored_dtype: np.dtype,
     param_dtype: np.dtype | None,
 ) -> jax.Array:
@@ -36,14 +37,15 @@ def read_parameter(
         entry: The parameter, and where it stands in the files.
         files: The tensors.
         sharding: Where it is to be.
-        stored_dtype: The dtype of its tensors in the files.
+        stored_dtype: The dtype that its tensors are read in: that of the files, or of the numbers
+            of a quantized kernel.
         param_dtype: What its numbers are converted to; None for as they are stored.
     """
     shape = tuple(entry.variable.shape)
 
     def read_slice(bounds: Sequence[tuple[int, int]]) -> np.ndarray:
         numbers = _read_block(entry, files, bounds, stored_dtype)
-        return numbers if param_dtype is None else numbers.astype(param_dtype)
+        return numbers if param_dtype is None else numbers.astype(param_dtype, copy=False)
 
     if sharding is None:
         return jax.block_until_ready(jax.device_put(read_slice([(0, size) for size in shape])))
