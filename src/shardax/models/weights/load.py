@@ -189,7 +189,7 @@ def from_pretrained(
         found = [e for e in table.entries if all(name in files.names for name in e.names())]
         stored_dtypes = {entry.path: dtype_in_files(entry, files) for entry in found}
 
-        # Place: a sharding for each parameter, by rules that fit the mesh. What follows is not refused.
+        # Place: a sharding for each parameter, by rules that fit the mesh; the last refusal.
         if rules is None and not current_rules().names:
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}
