@@ -25,6 +25,7 @@ from shardax.models import (
     from_pretrained,
     save_pretrained,
 )
+from shardax.models.families import registry
 from tests.advice import run_advice
 from tests.configs import field_of
 from tests.models.published import MODELS, with_layers
@@ -414,6 +415,42 @@ def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path)
     run_advice(text, code, {"sx": sx})
     config = read(tmp_path, {**LLAMA, **changes})
     assert config.head == (None if "Token" in str(changes) else "tokens")
+
+
+# Each has groups that read these fields, whose defaults the type has in transformers.
+OF_GROUPS: dict[str, dict[str, Any]] = {
+    "gemma2": {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+    "modernbert": {"local_attention": 128, "classifier_pooling": "cls"},
+    "electra": {"embedding_size": 128},
+    "falcon_h1": {"mamba_expand": 2},
+}
+
+
+@pytest.mark.usefixtures("own_families")
+@pytest.mark.parametrize("model_type", OF_GROUPS)
+def test_field_that_registered_groups_do_not_read_is_refused(model_type: str, tmp_path: Path):
+    sx.models.register("derived", like=model_type, derive=lambda take: {})
+    sizes = {**SIZES, "num_hidden_layers": 1, "head_dim": 4}
+    text = refusal(tmp_path, {**sizes, "model_type": "derived", **OF_GROUPS[model_type]})
+    for name, value in OF_GROUPS[model_type].items():
+        assert f"{name}={value!r} is unknown" in text
+
+
+@pytest.mark.usefixtures("own_families")
+def test_field_without_a_type_in_transformers_has_to_be_there(tmp_path: Path):
+    llama = registry.FAMILIES["llama"]
+    parts = {"tensors": llama.tensors, "architectures": llama.architectures}
+    sx.models.register("bare", fields=llama.fields, groups=llama.groups, **parts)
+    assert "attention_bias is missing" in refusal(tmp_path, {**SIZES, "model_type": "bare"})
+
+
+@pytest.mark.usefixtures("own_families")
+def test_derived_field_that_the_config_does_not_have_is_refused(tmp_path: Path):
+    sx.models.register("dropped", like="bart", derive=lambda take: {"dropout": 0.25})
+    content = {"model_type": "dropped", "vocab_size": 16, "d_model": 8}
+    for half in ("encoder", "decoder"):
+        content |= {f"{half}_layers": 1, f"{half}_attention_heads": 2, f"{half}_ffn_dim": 8}
+    assert "EncoderDecoderConfig has no dropout" in refusal(tmp_path, content)
 
 
 def test_files_of_pytorch_are_named_first(tmp_path: Path):

@@ -284,9 +284,9 @@ class Translator(cst.CSTTransformer):
 
     def _may_be(self, family: str, kind: FlaxKind | None, rule: NameRule, call: cst.Call) -> bool:
         """Whether a call may be one of a method of Flax, by its object, arguments and result."""
+        if kind is not None:
+            return kind.family == family
         given = [arg for arg in call.args if not arg.star and not arg.keyword]
-        if kind is not None and kind.family != family:
-            return False
         if family == "module":
             return len(given) > 2 or (bool(given) and self._is_variable_type(given[0]))
         # What gives two results is no optimizer of Flax, but one of optax.
@@ -350,7 +350,10 @@ class Translator(cst.CSTTransformer):
 
         layer = LAYER_ATTRIBUTES.get(kind.name) if kind is not None else None
         missing = MISSING["variable"]
-        if name in missing and (kind is None or kind.family == "variable"):
+        if kind is not None and name in METHODS.get(kind.family, ()) and not kind.defines(name):
+            reason = "a method is translated only where it is called"
+            self._left_of(kind, old, name, reason, METHODS[kind.family][name].usage)
+        elif name in missing and (kind is None or kind.family == "variable"):
             self._left_of(kind, old, name, "not offered here", missing[name])
         elif kind is None or (kind.name in _ANY_MODULE and kind.owner is None):
             # What a class sets on itself is its own.

@@ -62,7 +62,11 @@ class Split(NamedTuple):
         types = axis_types(self.mesh)
         if all(types[axis] is AxisType.Explicit for axis in added):
             features = (entries or (None,))[-1]
-            return jax.sharding.reshard(x, _spec(*self.tokens, features))
+            tokens = [
+                tuple(axis for axis in axes if types[axis] is AxisType.Explicit)
+                for axes in self.tokens
+            ]
+            return jax.sharding.reshard(x, _spec(*tokens, features))
         return x if entries else self._constrained(x, self.tokens)
 
     def run(

@@ -204,7 +204,12 @@ def _check_not_late(settings: Mapping[str, object]) -> None:
 
 def _apply(changes: Changes) -> None:
     if changes.folder is not None:
-        changes.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            changes.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigureError(
+                f"cache_dir={str(changes.folder)!r}: {error}. Choose another folder."
+            ) from error
 
     old_options = {name: jax.config.values[name] for name in changes.options}
     try:
@@ -358,7 +363,8 @@ class Changes:
         if _is_default(folder):
             self.options[CACHE_DIR] = None
             return
-        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        is_path = isinstance(folder, (str, os.PathLike))
+        if not is_path or not os.fspath(folder) or "\0" in os.fspath(folder):
             yield f"cache_dir={folder!r} is not the path of a folder."
             return
         if "://" in os.fspath(folder):  # a bucket, which JAX reaches by itself

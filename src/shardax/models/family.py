@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shardax.models import kinds
 from shardax.models.config import common_fields
-from shardax.models.config.paths import make_config, part_class, paths_of, read_field
+from shardax.models.config.paths import make_config, part_class, parts_of, paths_of, read_field
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoderConfig
@@ -223,6 +223,9 @@ class Family:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # The type whose defaults in transformers are those of fields and groups.
     model_type: str = ""
+    # Whether it computes what that type does where the fields that it does not read are at their
+    # defaults. Not known of a registered family with groups of its own.
+    computes_defaults: bool = True
     # Whether a config has the parts that all models of the family have; None for common ones.
     has_parts: Callable[[Any], bool] | None = None
 
@@ -246,7 +249,9 @@ class Family:
             return self.defaults[name]
         if name in self.fields and self.fields[name].default is not REQUIRED:
             default = self.fields[name].default
-        return self.published.get(name) if default is PUBLISHED else default
+        if default is not PUBLISHED:
+            return default
+        return self.published.get(name) if self.model_type else REQUIRED
 
     def default_or_none(self, name: str) -> Any:
         """Returns what a field is that is left out, None if it may not be."""
@@ -446,6 +451,7 @@ class Reading:
         if heads := values.get("attention.num_heads"):
             by_heads = zip(_BY_HEADS, (heads, values["embed_dim"] // heads), strict=True)
             values |= {path: size for path, size in by_heads if values.get(path) is None}
+        self._check_known(values)
         values["source"] = json.dumps(self.content)
         try:
             return make_config(family.config_class, values)
@@ -520,6 +526,17 @@ class Reading:
                     f"{self.tensor_count} tensors in all. Download or save the model again."
                 )
 
+    def _check_known(self, values: Mapping[str, Any]) -> None:
+        """Raises for fields that the config does not have, as a registered family may set."""
+        config_class = self.family.config_class
+        known = {*paths_of(config_class), *parts_of(config_class)}
+        if unknown := sorted(values.keys() - known):
+            self.note(
+                f"{config_class.__name__} has no {', '.join(unknown)}, which the family of "
+                f"model_type={self.content.get('model_type')!r} sets"
+            )
+            raise self.error()
+
     def _note_unread(self) -> None:
         """Notes fields not read by the family, unless they change nothing."""
         family, unknown = self.family, list[str]()
@@ -536,8 +553,8 @@ class Reading:
             if is_neutral_value is not None or name in harmless:
                 continue
 
-            # The family computes what the type does with all others at their defaults.
             default = family.published.get(name, REQUIRED)
+            default = default if family.computes_defaults else REQUIRED
             if default is REQUIRED:
                 self.note(f"{name}={brief(value)} is unknown")
                 unknown.append(name)

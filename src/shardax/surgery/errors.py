@@ -61,6 +61,34 @@ def no_input(edit: str, layer: object, first: object) -> SelectionError:
     )
 
 
+def unusable_unrolled_paths(layer: object, problem: str) -> SelectionError:
+    """Returns the error for what ``unrolled_paths`` of a layer returned.
+
+    Args:
+        layer: The layer.
+        problem: What is wrong with it.
+    """
+    return SelectionError(
+        f"unrolled_paths of {type(layer).__name__} {problem}. It returns, by the path of layers "
+        "below it, the path of each in an unrolled model: "
+        '`{("looped",): [("layers", index) for index in range(3)]}`.'
+    )
+
+
+def wrong_number_of_paths(path: Path, given: int, layers: int) -> SelectionError:
+    """Returns the error for a stack whose ``unrolled_paths`` are more or fewer than its layers.
+
+    Args:
+        path: Where the layer that holds the stack is, in an unrolled model.
+        given: The number of paths.
+        layers: The number of layers.
+    """
+    return SelectionError(
+        f"unrolled_paths of the layer at {format_path(path)} gives {given} paths for layers below, "
+        f"of which {layers} were called. Give one path for each."
+    )
+
+
 def not_recorded() -> GenerationError:
     """Returns the error of ``Recording.generate`` for what has no finished texts to read."""
     return GenerationError(

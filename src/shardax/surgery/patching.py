@@ -21,7 +21,7 @@ from shardax.extend import Path, PyTree, align, format_path
 from shardax.surgery import errors
 from shardax.surgery.edits import TransparentWrapper, wrap_selected
 from shardax.surgery.recording import first_argument, first_keyword
-from shardax.surgery.unrolled import LayerPosition, position_of
+from shardax.surgery.unrolled import LayerPosition, check_unrolled_paths, position_of
 
 
 def replace(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -74,6 +74,8 @@ def patch(
     """
     if not values:
         raise errors.nothing_to_patch()
+
+    check_unrolled_paths(model)
 
     # Positions of one path in the tree are layers of one stack.
     by_path: dict[Path, dict[LayerPosition, PyTree]] = {}

@@ -327,6 +327,13 @@ class _Recorded(NamedTuple):
     stacks: tuple[StackSteps, ...]
     calls: tuple[PyTree, ...]
 
+    def check_number_of_layers(self) -> None:
+        """Raises if the outermost stack has another number of layers than paths."""
+        count = len(self.stacks[0].layers)
+        for array in jax.tree.leaves(self.calls):
+            if array.shape[0] != count:
+                raise errors.wrong_number_of_paths(self.path, count, array.shape[0])
+
     def layer(self, index: int) -> _Recorded:
         """Returns what was seen of one layer of the outermost stack."""
         (layers, after), *inner = self.stacks
@@ -355,6 +362,9 @@ def _by_layer(entries: Iterable[_Recorded]) -> Iterator[tuple[Path, PyTree]]:
             continue
 
         inside = list(group)
+        for entry in inside:
+            entry.check_number_of_layers()
+
         _, length = stack
         for index in range(length):
             yield from _by_layer([entry.layer(index) for entry in inside])

@@ -12,16 +12,52 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardax import Module
-from shardax.extend import Path, PyTree, attributes_of
+from shardax import Module, iter_modules
+from shardax.extend import Path, PyTree, attributes_of, format_path
+from shardax.surgery import errors
 from shardax.surgery.edits import TransparentWrapper
+
+
+def check_unrolled_paths(model: PyTree) -> None:
+    """Raises SelectionError if what a layer of a model says of the layers below it cannot be."""
+    for _, module in iter_modules(model):
+        _unrolled_paths_of(module)
 
 
 def _unrolled_paths_of(layer: PyTree) -> Mapping[Path, list[Path] | Path]:
     """Returns what a layer says of the layers below it; of most layers nothing."""
     # By the class, as a wrapper has the attributes of its body.
     method = getattr(type(layer), "unrolled_paths", None)
-    return {} if method is None else method(layer)
+    if not callable(method):
+        return {}
+
+    paths: Any = method(layer)
+    problem = _problem_of(paths)
+    if problem is not None:
+        raise errors.unusable_unrolled_paths(layer, problem)
+    return paths
+
+
+def _problem_of(paths: object) -> str | None:
+    """Returns what is wrong with the result of ``unrolled_paths``, or None."""
+    if not isinstance(paths, Mapping):
+        return f"returned {paths!r}, no mapping"
+
+    for below, unrolled in paths.items():
+        several = unrolled if isinstance(unrolled, list) else [unrolled]
+        for path in (below, *several):
+            if not _is_path(path):
+                return f"has {path!r}, which is no path: a tuple of one step or more"
+        repeated = next((path for path in several if several.count(path) > 1), None)
+        if repeated is not None:
+            return f"gives {format_path(repeated)} to two layers at {format_path(below)}"
+    return None
+
+
+def _is_path(value: object) -> bool:
+    """Whether a value is a path that leads anywhere."""
+    is_tuple = isinstance(value, tuple) and len(value) > 0
+    return is_tuple and not any(isinstance(step, (tuple, list)) for step in value)
 
 
 # --- from the tree ---

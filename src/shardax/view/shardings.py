@@ -216,6 +216,7 @@ class ShardingDrawing:
         console = Console(
             file=io.StringIO(),
             width=self.width,
+            height=len(self.rows) * (self.cell_height + 1) + 1,
             record=True,
             color_system=None,
             force_jupyter=False,

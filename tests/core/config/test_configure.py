@@ -183,6 +183,7 @@ def test_folder_writable_by_others_is_noted(tmp_path: Path) -> None:
         ({"cache_dir": __file__}, "test_configure.py is not a folder"),
         ({"cache_dir": Path(__file__) / "cache"}, "test_configure.py is not a folder"),
         ({"cache_dir": ""}, "cache_dir=''"),
+        ({"cache_dir": "a\0b"}, "is not the path of a folder"),
         ({"cache_min_seconds": -1}, "cache_min_seconds=-1"),
         ({"cache_min_seconds": float("nan")}, "cache_min_seconds=nan"),
         ({"seed": "today"}, "seed='today'.*integer seed"),

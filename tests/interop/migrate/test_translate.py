@@ -392,6 +392,13 @@ LEFT_CODE = [
         "streams are split by their entry",
     ),
     ("d = nnx.Dropout(0.5, rng_collection='noise', rngs=r)", "rng_collection='noise'"),
+    # Other forms of a call of a method, and the method as a value.
+    ("o = nnx.Optimizer(m, tx)\no.update(*pair)", "which this may not be"),
+    ("o = nnx.Optimizer(m, tx)\no.update(m)", "called with other arguments"),
+    ("o = nnx.Optimizer(m, tx)\nf = o.update", "only where it is called"),
+    ("v = nnx.Param(x)\nv.set_value(*a)", "called with *arguments"),
+    ("v = nnx.Param(x)\nv.get_value(0)", "fewer arguments here"),
+    ("v = nnx.Param(x)\nf = functools.partial(v.set_value)", "only where it is called"),
 ]
 
 

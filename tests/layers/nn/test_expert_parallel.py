@@ -126,6 +126,16 @@ def test_results_and_gradients_equal_one_device(dispatch: str, place: int):
     assert dropped.any() == (dispatch == "capacity")
 
 
+@pytest.mark.parametrize("kinds", [(AUTO, EXPLICIT), (EXPLICIT, AUTO)], ids=str)
+def test_axes_of_different_kinds_give_the_numbers_of_one_device(kinds: Any):
+    sizes, rules, spec = {"data": 2, "expert": 4}, APART, P("data")
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    with jax.set_mesh(mesh), sx.axis_rules(rules):
+        model = sx.shard(make(), mesh, rules)
+        found = step(model, jax.device_put(X, NamedSharding(mesh, spec)))
+    assert_alike(found, on_one_device("dropless"))
+
+
 TOKENS_ALONE: list[tuple[dict[str, int], dict[str, Any], P]] = [
     ({"data": 8}, {"batch": "data"}, P("data")),
     ({"data": 4, "model": 2}, {"batch": "data", "embed": "data", "mlp": "model"}, P("data")),

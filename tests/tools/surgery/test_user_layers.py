@@ -272,3 +272,52 @@ def test_layers_of_a_users_loop_are_recorded_and_patched_by_unrolled_paths() -> 
         assert same == [other < index for other in range(4)]
         path = ("layers", 0, "layers", index)
         np.testing.assert_allclose(changed[path], found[path] + shift[None], rtol=1e-5)
+
+
+L = ("layers",)
+
+
+@pytest.mark.parametrize(
+    ("paths", "problem"),
+    [
+        (None, "returned None, no mapping"),
+        ({(): L}, "has (), which is no path: a tuple of one step or more"),
+        ({"looped": [L]}, "has 'looped', which is no path: a tuple of one step or more"),
+        ({("looped",): ["layers"]}, "has 'layers', which is no path: a tuple of one step or more"),
+        ({("looped",): (L, L)}, "has (('layers',), ('layers',)), which is no path"),
+        ({("looped",): [L, L, ("last",)]}, "gives .layers to two layers at .looped"),
+    ],
+)
+def test_unrolled_paths_that_cannot_be_are_refused(paths: Any, problem: str) -> None:
+    class Claiming(Tower):
+        def unrolled_paths(self) -> Any:
+            return paths
+
+    model = with_values(Claiming(4, 3, rngs=sx.Rngs(0)))
+    calls = (
+        lambda: sx.surgery.record(model, sx.nn.Linear)(X),
+        lambda: sx.surgery.patch(model, {("layers", 0): jnp.zeros(4)}),
+    )
+    for call in calls:
+        with pytest.raises(errors.SelectionError) as caught:
+            call()
+        assert str(caught.value).startswith(f"unrolled_paths of Claiming {problem}")
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_unrolled_paths_of_another_number_of_layers_are_refused(count: int) -> None:
+    class Claiming(Tower):
+        def unrolled_paths(self) -> Any:
+            return {("looped",): [("layers", index) for index in range(count)]}
+
+    model = with_values(Claiming(4, 3, rngs=sx.Rngs(0)))
+    with pytest.raises(errors.SelectionError, match=f"gives {count} paths .* of which 3 were"):
+        sx.surgery.record(model, sx.nn.Linear)(X)
+
+
+def test_attribute_that_is_no_method_says_nothing_of_layers() -> None:
+    class Plain(Tower):
+        unrolled_paths: Any = ()
+
+    _, found = sx.surgery.record(with_values(Plain(4, 3, rngs=sx.Rngs(0))), sx.nn.Linear)(X)
+    assert list(found) == [("looped",), ("last",)]

@@ -91,6 +91,10 @@ dinov2
 NEW_MODEL_TYPES = tuple(dict.fromkeys([*_PLAIN_MODELS_TEXT.split(), *FAMILIES]))
 
 
+# Parts of a family that follow from the others.
+_SET_HERE = ("model_type", "has_parts", "computes_defaults")
+
+
 def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
     """Makes a type of models known to ``from_pretrained``.
 
@@ -129,7 +133,7 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         ... )
     """
     names = [field.name for field in dataclasses.fields(Family)]
-    parts_of_family = [name for name in names if name not in ("model_type", "has_parts")]
+    parts_of_family = [name for name in names if name not in _SET_HERE]
     wrong = sorted(set(parts) - {*parts_of_family, "derive"})
     base = find_family(like, "like") if like is not None else None
     missing = [name for name in ("fields", "tensors") if base is None and name not in parts]
@@ -145,7 +149,10 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
             name: Field(*targets.split(), default=REQUIRED) if isinstance(targets, str) else targets
             for name, targets in parts["fields"].items()
         }
+    # Without the groups of the type that it is like, what those read is not known to be computed.
     derive = parts.pop("derive", None)
+    if derive is not None or "groups" in parts:
+        parts["computes_defaults"] = False
     if derive is not None:  # in the place of what the type that it is like reads together
         parts["groups"] = [*parts.get("groups", ()), DerivedFields(derive)]
 

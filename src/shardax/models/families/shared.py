@@ -211,7 +211,7 @@ class ExpertLayers(FieldGroup):
         return {
             "first_k_dense_replace": len(experts.dense_layers),
             "moe_intermediate_size": experts.dim,
-            "n_shared_experts": experts.shared_dim // experts.dim,
+            "n_shared_experts": experts.shared_dim // max(experts.dim, 1),
         }
 
 
