@@ -6,9 +6,10 @@ Prompts of different lengths are padded on the left to one length. Two programs 
     prefill         reads all prompts into a new cache and samples the first token of each row
     decode_loop     samples all others, over a cache that is donated to it
 
-Each is compiled once for ``Sizes`` and for the kinds of sampling (``Filters``). Of the sizes, the
-number of prompts is as it is; the length of prompts, and the room for new tokens, are rounded up to
-powers of two of at least 16. How many tokens are wanted is an input of the loop: another number of
+Each is compiled once, as by any ``jit``, for one model in one scope, for the shapes that follow from
+``Sizes``, and for the kinds of sampling (``Filters``). Of the sizes, the number of prompts is as it
+is; the length of prompts, and the room for new tokens, are rounded up to powers of two of at least
+16, but for prompts of one token, whose length is 1. How many tokens are wanted is an input of the loop: another number of
 them within the room compiles nothing, and a stream is the same loop, run until there is one more
 token. Where one token is wanted in all, the loop is not run.
 
@@ -69,8 +70,9 @@ class Sizes(NamedTuple):
     """Sizes of the arrays of a generation, for which its programs are compiled.
 
     Two prompts of 3 and 20 tokens that get up to 5 more have tokens of shape (2, 32) and room for
-    16 tokens, in a cache of 48 positions: keys and values of a layer are of shape (2, 48, kv_heads,
-    head_dim), and of a layer with a window of fewer positions than 48, as long as that.
+    16 tokens, in a cache of 48 positions: keys and values of an ordinary layer are of shape (2, 48,
+    kv_heads, head_dim), of one with a window of fewer positions than 48 as long as that. Stacked
+    layers have a dimension more in front; latent and recurrent layers have shapes of their own.
     """
 
     batch: int  # how many prompts
