@@ -6,12 +6,12 @@ Prompts of different lengths are padded on the left to one length. Two programs 
     prefill         reads all prompts into a new cache and samples the first token of each row
     decode_loop     samples all others, over a cache that is donated to it
 
-Each is compiled once, as by any ``jit``, for one model in one scope, for the shapes that follow from
-``Sizes``, and for the kinds of sampling (``Filters``). Of the sizes, the number of prompts is as it
-is; the length of prompts, and the room for new tokens, are rounded up to powers of two of at least
-16, but for prompts of one token, whose length is 1. How many tokens are wanted is an input of the loop: another number of
-them within the room compiles nothing, and a stream is the same loop, run until there is one more
-token. Where one token is wanted in all, the loop is not run.
+Each is compiled once, as by any ``jit``, for one model in one scope, for the shapes that follow
+from ``Sizes``, and for the kinds of sampling (``Filters``). Of the sizes, the number of prompts is
+as it is; the length of prompts, and the room for new tokens, are rounded up to powers of two of at
+least 16, but for prompts of one token, whose length is 1. How many tokens are wanted is an input of
+the loop: another number of them within the room compiles nothing, and a stream is the same loop,
+run until there is one more token. Where one token is wanted in all, the loop is not run.
 
 The cache is made by the first program and handed to the second one as arrays with their
 ``GraphDef``: a compiled call flattens an object that it has not seen, and a cache is new at every

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the best layouts of a step on hardware.
 
-1. *Tried* are all assignments of mesh axes to groups of names, over all meshes of the target's
+1. *Traced* is the step, on shapes: once, or once for each combination of ``batch``, ``remat``, ...;
+   not for each candidate. What is compiled later is traced again, on its own mesh.
+2. *Tried* are all assignments of mesh axes to groups of names, over all meshes of the target's
    devices. 64 devices have 7 meshes of two axes; a group takes no axis, one that is larger than 1,
    or both, which are 4 choices, or 2 where one axis has all devices: 5 * 4**g + 2 * 2**g
    assignments of g groups. Few of them are listed as candidates: ``candidates.py`` says which, and
-   the notes of a plan count both.
-2. *Traced* is the step, on shapes, once for each variant (``batch``, ``remat``, ...) and for all
-   candidates together. The expected time of each follows from the trace and its layout
-   (``traced.py``). What is compiled later is traced again, on its own mesh.
-3. *Compiled* are the most promising candidates: those whose arrays have room come first, and of
-   these the ones with the least expected times, as far as ``within`` lets them. ``top`` or
-   ``finalists`` are compiled, whichever is more, and others while fewer than that fit, two or more
-   at a time, however long they take (``stages.py``).
+   the notes of a plan count both. The expected time of each follows from the trace (``traced.py``).
+3. *Compiled* are the most promising candidates: those of which arguments and gradients have room
+   come first, and of these the ones with the least expected times, if that is at most ``within``
+   times the least of all. ``top`` or ``finalists`` are compiled, whichever is more, and others
+   while fewer than that fit, two or more at a time, however long they take (``stages.py``).
 4. *Ordered* are the compiled layouts by ``records.rank``: those that fit come first, and of these
    the one with the least expected time of an example, which the same model of time now reads off
    the compiled program.
 
 With ``top=3``, all else by default and one form of parallelism, these are the 3 most promising
-candidates, with full effort. If only two of them are ``within`` the limit, these two are compiled
-first and two more after them, the first of these with full effort.
+candidates, with full effort, if all of them fit. If only two of them are ``within`` the limit, these
+two are compiled first and two more after them, the first of these with full effort, and the other
+one too if it is then among the best three.
 """
 
 from __future__ import annotations
