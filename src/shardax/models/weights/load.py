@@ -13,15 +13,18 @@ The descriptions in ``shardax.models.families`` say where each parameter stands 
 The first four raise before an array of a parameter is made. They read numbers only of the shapes of
 packed weights, and where files hold one tensor under several names, to compare them, 4,096 rows at
 a time. The fill has no checks of its own: in it a file may fail to be read, or memory be short.
-After it ``shard`` computes what no tensor was for; it checks the same rules once more.
+After it ``shard`` computes what no tensor was for. It checks the same rules once more, and what the
+build has settled: that values are there and may be written.
 
 The fill goes slice by slice, and waits for a slice to be on its devices before it reads the next.
 Without a mesh a slice is a whole parameter. At the most the host holds
 
 - the slice in the dtype of the file, and once more in ``param_dtype`` if that is another one;
-- of stacked layers, or of experts with a tensor each, the slice and two of its layers or experts in
-  the dtype of the file before that; where both are stacked, two layers and two experts;
-- of a kernel that stays quantized the slice as it is stored, of int4 with its numbers in bytes;
+- of stacked layers, or of experts with a tensor each, before the slice is converted, the slice and
+  two of its layers or experts, in the dtype that holds those of all its tensors; where both are
+  stacked, two layers and two experts;
+- of a kernel that stays quantized the slice as it is stored, of int4 with its numbers in up to four
+  bytes each;
 - of a quantized kernel that is read as numbers, with ``dequantize`` or because its layout has no
   ``nn.QuantizedKernel``, the slice, its scales and its zero points as numbers of float32.
 

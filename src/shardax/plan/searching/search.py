@@ -17,9 +17,9 @@
    the compiled program.
 
 With ``top=3``, all else by default and one form of parallelism, these are the 3 most promising
-candidates, with full effort, if all of them fit. If only two of them are ``within`` the limit, these
-two are compiled first and two more after them, the first of these with full effort, and the other
-one too if it is then among the best three.
+candidates, with full effort, if all of them fit. If only two of them are ``within`` the limit,
+these two are compiled first and two more after them, the first of these with full effort, and the
+other one too if it is then among the best three.
 """
 
 from __future__ import annotations
