@@ -147,9 +147,11 @@ def figures() -> list[Figure]:
             for way, files in ways.items()
         ),
         # A search asks the model of time before and after it compiles. It is told in three files:
-        # what is counted and in which order, the stages of compiling, the variants of the step.
-        Figure("plan's own files on the way of search", len(own), aim=14, most=18),
-        Figure("  with those of jit, shard and hlo", len(of_search), aim=55, most=87),
+        # what is counted and in which order, the stages of compiling, the variants of the step;
+        # what is searched in seven: the walk of the step, classes of dimensions, the model of them,
+        # the space, its settings, candidates and their times.
+        Figure("plan's own files on the way of search", len(own), aim=14, most=22),
+        Figure("  with those of jit, shard and hlo", len(of_search), aim=55, most=95),
     ]
 
 
