@@ -56,8 +56,9 @@ def _problem_of(paths: object) -> str | None:
 
 def _is_path(value: object) -> bool:
     """Whether a value is a path that leads anywhere."""
-    is_tuple = isinstance(value, tuple) and len(value) > 0
-    return is_tuple and not any(isinstance(step, (tuple, list)) for step in value)
+    if not isinstance(value, tuple) or not value:
+        return False
+    return not any(isinstance(step, (tuple, list)) for step in value)
 
 
 # --- from the tree ---
