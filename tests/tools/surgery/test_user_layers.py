@@ -13,6 +13,7 @@ import pytest
 import shardax as sx
 from shardax import errors
 from shardax.surgery import LoRA, lora, merge_lora
+from tests.advice import run_advice
 from tests.values import with_values
 
 
@@ -302,6 +303,9 @@ def test_unrolled_paths_that_cannot_be_are_refused(paths: Any, problem: str) -> 
         with pytest.raises(errors.SelectionError) as caught:
             call()
         assert str(caught.value).startswith(f"unrolled_paths of Claiming {problem}")
+        advice = '{("looped",): [("layers", index) for index in range(3)]}'
+        advised = run_advice(caught.value, advice, {})
+        assert advised.items() <= Tower.unrolled_paths(model).items()
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
