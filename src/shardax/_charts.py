@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import threading
 from collections.abc import Generator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,9 @@ NO_CHARTS = (
     "<code>pip install 'shardax[view]'</code> brings it.</p>"
 )
 
+# matplotlib's settings are of the process: of two charts that overlapped, the second would restore
+# those of the first in the place of the user's.
+_STYLE_LOCK = threading.RLock()
 _TEXT_PIXELS = 13
 _POINTS = 72  # of an inch; matplotlib's points become the page's pixels
 
@@ -65,7 +69,7 @@ def chart_style() -> Generator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "shardax",  # equal charts are equal texts
     }
-    with style.context(["default", settings]):
+    with _STYLE_LOCK, style.context(["default", settings]):
         yield
 
 

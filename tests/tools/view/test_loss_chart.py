@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardax._charts import chart_style
 from shardax.view.loss_chart import Curve, drawn_curves, loss_chart, step_figure
 
 RECORDS: list[dict[str, Any]] = [
@@ -153,6 +155,25 @@ def test_chart_follows_no_settings_of_the_user() -> None:
         charts.append(loss_chart(RECORDS, {"bigram": 2.3738}))
         assert all(matplotlib.rcParams[name] == value for name, value in settings.items())
     assert charts[0] == charts[1]
+
+
+def test_charts_of_two_threads_leave_the_settings_of_matplotlib() -> None:
+    before, entered = dict(matplotlib.rcParams), threading.Event()
+
+    def draw() -> None:
+        entered.set()
+        with chart_style():
+            ended.wait(30)
+
+    ended = threading.Event()
+    with chart_style():
+        thread = threading.Thread(target=draw)
+        thread.start()
+        entered.wait(30)
+        thread.join(0.2)  # the thread is within its own style now, or waits for this one
+    ended.set()
+    thread.join()
+    assert dict(matplotlib.rcParams) == before
 
 
 def test_chart_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
