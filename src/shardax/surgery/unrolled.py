@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths of layers in the tree of a model, and in the same model unrolled.
 
-A layer that holds others in another form than a list, as ``nn.Stack`` does, has a method
-``unrolled_paths``. It returns, by the path of a layer below it, the path that this has in an
-unrolled model; of layers that are one with a leading dimension, the list of theirs. Where a path
-begins with several of them, the first counts.
+A *tree path* leads to a layer in a model as it is. An *unrolled path* leads to the same layer in a
+model whose layers stand in plain lists. ``record`` gives activations by unrolled paths, and
+``patch`` takes values by them.
+
+A layer that does not hold the layers below it in a plain list, as ``nn.Stack`` does not, has a
+method ``unrolled_paths``. Its result is a mapping. The keys are tree paths, relative to the layer.
+The value of a key is the unrolled path of that layer. Where the Variables at a key have a leading
+dimension for several layers, a *stack*, the value is a list of unrolled paths, one for each. Where
+a path begins with several keys, the first key of the mapping is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from shardax.surgery.edits import TransparentWrapper
 
 
 def check_unrolled_paths(model: PyTree) -> None:
-    """Raises SelectionError if what a layer of a model says of the layers below it cannot be."""
+    """Raises SelectionError if ``unrolled_paths`` of a layer returns no valid mapping."""
     for _, module in iter_modules(model):
         _unrolled_paths_of(module)
 
@@ -44,39 +49,46 @@ def _problem_of(paths: object) -> str | None:
         return f"returned {paths!r}, no mapping"
 
     for below, unrolled in paths.items():
-        several = unrolled if isinstance(unrolled, list) else [unrolled]
-        for path in (below, *several):
+        unrolled_paths = unrolled if isinstance(unrolled, list) else [unrolled]
+        for path in (below, *unrolled_paths):
             if not _is_path(path):
                 return f"has {path!r}, which is no path: a tuple of one step or more"
-        repeated = next((path for path in several if several.count(path) > 1), None)
+        repeated = next((p for p in unrolled_paths if unrolled_paths.count(p) > 1), None)
         if repeated is not None:
             return f"gives {format_path(repeated)} to two layers at {format_path(below)}"
     return None
 
 
 def _is_path(value: object) -> bool:
-    """Whether a value is a path that leads anywhere."""
+    """Whether a value is a tuple of at least one step, and no step is a tuple or list."""
     if not isinstance(value, tuple) or not value:
         return False
     return not any(isinstance(step, (tuple, list)) for step in value)
 
 
-# --- from the tree ---
+# --- from tree paths to unrolled paths ---
 
 
 class StackSteps(NamedTuple):
-    """Steps of a path into a stack, and on to the next one."""
+    """What a stack adds to an unrolled path: one of its own paths, and the steps after it."""
 
-    layers: Sequence[Path]  # of each layer, in an unrolled model
-    after: Path
+    layers: Sequence[Path]  # the unrolled path of each layer, relative to the holder of the stack
+    after: Path  # the steps up to the next stack, or to the end
 
 
 def unrolled_path(place: Path, modules: Mapping[Path, Module]) -> tuple[Path, list[StackSteps]]:
-    """Returns the unrolled path of a place up to the outermost stack, and the stacks.
+    """Returns the unrolled form of a tree path, of which each stack on the way has several.
+
+    The path to layer i of one stack is ``(*before, *stacks[0].layers[i], *stacks[0].after)``. Steps
+    into the body of a wrapper are left out.
 
     Args:
-        place: The path in the tree of a model.
-        modules: All Modules of the model, by path.
+        place: The tree path.
+        modules: All Modules of the model, by tree path.
+
+    Returns:
+        The steps before the first stack, which are the whole path where there is no stack; and the
+        stacks, the outermost one first.
     """
     holders = [modules.get(place[:position]) for position in range(len(place))]
     steps = [
@@ -105,22 +117,23 @@ def unrolled_path(place: Path, modules: Mapping[Path, Module]) -> tuple[Path, li
     return before, stacks
 
 
-# --- into the tree ---
+# --- from unrolled paths to tree paths ---
 
 
 class LayerPosition(NamedTuple):
     """Where a layer is in the tree of a model."""
 
-    path: Path  # in the tree, where layers of a stack are one
-    layers: tuple[int, ...] = ()  # which one, in each of the stacks around
-    lengths: tuple[int, ...] = ()  # the number of layers of each
+    path: Path  # the tree path, which all layers of a stack share
+    layers: tuple[int, ...] = ()  # which layer, of each stack around it
+    lengths: tuple[int, ...] = ()  # how many layers each of these stacks has
 
 
 def position_of(model: PyTree, path: Path) -> LayerPosition:
     """Returns where the layer of an unrolled path is.
 
     Raises:
-        LookupError: If there is none; or AttributeError, or TypeError.
+        LookupError: If there is none; AttributeError or TypeError where an item below a Module that
+            is no Module refuses the step.
     """
     position, item, steps = LayerPosition(()), model, path
     while steps:
@@ -142,11 +155,15 @@ def position_of(model: PyTree, path: Path) -> LayerPosition:
 
 
 def _first_steps(layer: PyTree, steps: Path) -> tuple[Path, int, tuple[int, int] | None]:
-    """Returns the first steps from a layer.
+    """Returns how an unrolled path goes on from a layer.
+
+    Args:
+        layer: The layer.
+        steps: The rest of the unrolled path, from the layer on.
 
     Returns:
-        Those in the tree; of how many steps of the unrolled path they are; and, into a stack,
-        (which layer, of how many).
+        The first steps of the tree path; how many steps of the unrolled path they replace; and,
+        where they lead into a stack, (which layer, of how many).
     """
     for below, unrolled in _unrolled_paths_of(layer).items():
         if not isinstance(unrolled, list):
@@ -170,6 +187,7 @@ def _child(item: PyTree, step: Any) -> PyTree:
     """Returns what is one step below."""
     if isinstance(step, str) and step in attributes_of(item):
         return getattr(item, step)
-    if _unrolled_paths_of(item):  # the items of a stack are views, which are not in the tree
+    # ``stack[0]`` is a view of the stack's arrays, which has no tree path.
+    if _unrolled_paths_of(item):
         raise LookupError(step)
     return item[step]

@@ -113,7 +113,7 @@ def _read_layer(
 def _read_tensor(
     entry: Entry, files: TensorFiles, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Reads part of a tensor, with its axes in order."""
+    """Returns part of a tensor, with the axes of the parameter in their order."""
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.tensor.tensor_axes))]
     runs, sizes, order = _cut(entry, bounds, offsets)
 
@@ -126,7 +126,7 @@ def _read_tensor(
 def _read_runs(
     files: TensorFiles, name: str, runs: Sequence[Sequence[tuple[int, int]]]
 ) -> np.ndarray:
-    """Reads several parts of each axis, side by side; no slice covers them at once."""
+    """Returns several runs of each axis, one behind the other, where no single slice has them."""
     lengths = [[end - start for start, end in axis_runs] for axis_runs in runs]
     array = np.empty([sum(axis) for axis in lengths], READ_DTYPES[files.dtype(name)])
 
@@ -143,7 +143,7 @@ def _read_runs(
 
 
 def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
-    """Returns the slice that parts of an axis make up, if any."""
+    """Returns the slice, perhaps with a step, that has just the runs of an axis; None if none."""
     if len(runs) == 1:
         return slice(*runs[0])
     starts = [start for start, _ in runs]
@@ -155,7 +155,18 @@ def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
 def _cut(
     entry: Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
-    """Returns the parts to read of each axis, sizes, and their order."""
+    """Returns what to read of a tensor for part of a parameter.
+
+    Args:
+        entry: How the axes of the parameter stand in the tensor.
+        bounds: Of each axis of the parameter the first index and the end.
+        offsets: Of each axis of the tensor where the parameter begins in it, and the size of that
+            axis, which is more than the parameter's own where several stand behind one another.
+
+    Returns:
+        The runs of each axis of the tensor, as (first, end); the shape to give what was read, which
+        has an axis for each of the parameter's; and the transposition into the parameter's order.
+    """
     tensor, sizes = entry.tensor, entry.sizes
     ranges = {
         name: (sizes[name], *bound)
@@ -168,12 +179,13 @@ def _cut(
     for axis, (offset, size) in zip(tensor.tensor_axes, offsets, strict=True):
         factors = axis.factors(ranges)
 
-        # A concatenated axis begins within the tensor's, once for each index of the axes outside.
+        # Where several parameters stand behind one another within each index of outer axes, this
+        # one has a run for each of these indices.
         inner = [(a + offset, b + offset) for a, b in _runs(factors[axis.outer :])]
         runs.append(_runs(factors[: axis.outer], inner, size))
 
         for part, (_, first, end) in zip(axis.parts, factors, strict=True):
-            if isinstance(part, str):
+            if isinstance(part, str):  # else a fixed index, which the parameter has no axis for
                 shape.append(end - first)
                 names.append(part)
 
@@ -186,8 +198,14 @@ def _runs(
     inner: Sequence[tuple[int, int]] = ((0, 1),),
     size: int = 1,
 ) -> list[tuple[int, int]]:
-    """Returns the contiguous parts of an axis made of several."""
-    runs = list(inner)  # within the innermost of the factors, of this size
+    """Returns the contiguous runs of an axis that is made of several.
+
+    Args:
+        factors: Of each axis that it is made of, from the outside, (size, first index, end).
+        inner: The runs within one index of the innermost of these axes.
+        size: The length of such an index.
+    """
+    runs = list(inner)
     for count, first, end in reversed(factors):
         if runs == [(0, size)]:
             runs = [(first * size, end * size)]
